@@ -108,7 +108,7 @@ def test_an_adapter_is_sent_as_an_adapter(place):
     else:
         spec = PolicyTemplate.of(model)
         weights = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-        engine = VLLMEngine(Server(spec, weights), spec, pad_id=PAD)
+        engine = VLLMEngine(Server.start(spec, weights), spec, pad_id=PAD)
     for version in (1, 2):
         sent = shaken(model)
         assert all("lora_" in name for name in sent)

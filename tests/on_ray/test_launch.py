@@ -34,7 +34,7 @@ def cluster():
 
 
 def on_two(job, **about):
-    return launch(job, learners=[2], limits=QUICK, say=lambda text: None, **about)
+    return launch(job, learners=[2], limits=QUICK, **about)
 
 
 def processes():
@@ -59,20 +59,19 @@ def nothing_is_left():
     assert processes() - before == set()
 
 
-def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_path):
+def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_path, capsys):
     from tests.e2e.test_ranks import launch as without_ray
 
     folder = tmp_path / "plain"
     without_ray(folder, 2, file=jobs.__file__)
     want = torch.load(folder / "rows.json.pt", weights_only=False)
-    seen, said = [], []
+    seen = []
     found = launch(
         Both(str(tmp_path / "ray"), "ray"),
         learners=[2],
         engines=2,
         limits=QUICK,
         on_row=seen.append,
-        say=said.append,
     )
     for (rows, weights), (expected, others) in zip(found, want, strict=True):
         assert rows == expected
@@ -80,8 +79,9 @@ def test_two_learners_and_two_engines_have_the_numbers_of_a_run_without_ray(tmp_
     assert [row["rollout/lag"] for row in found[1][0]] == [0, 1, 1, 1]
     steps = [row["step"] for row in seen if "objective/scores" in row]
     assert steps == [1, 2, 3, 4, 1, 2, 3, 4]
-    assert "learner 0, 1" in said[0]
-    assert "engine 1" in said[0]
+    said = capsys.readouterr().out
+    assert "learner 0, 1" in said
+    assert "engine 1" in said
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -139,13 +139,13 @@ def test_warnings_are_heard_and_the_root_error_comes_before_what_followed(tmp_pa
 def test_a_job_that_cannot_be_sent_is_refused():
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="the job cannot be pickled"):
-        launch(lambda: lock, limits=QUICK, say=lambda text: None)
+        launch(lambda: lock, limits=QUICK)
 
 
 def test_an_error_of_kedge_comes_as_it_is(tmp_path):
     job = Train(options={"output_dir": str(tmp_path), "num_mini_batches": 3})
     with pytest.raises(ConfigError, match="num_mini_batches=3"):
-        launch(job, limits=QUICK, say=lambda text: None)
+        launch(job, limits=QUICK)
 
 
 @pytest.mark.parametrize(

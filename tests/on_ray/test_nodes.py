@@ -47,21 +47,19 @@ def wait_until_free(cpus):
         time.sleep(0.1)
 
 
-def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_path):
-    said = []
+def test_learners_of_two_nodes_are_on_two_nodes_and_train_as_on_one(nodes, tmp_path, capsys):
     calm = {"adam_epsilon": 1e-3, "learning_rate": 1e-3}  # rounding stays small
     options = {"max_lag": 1, **calm}
     job = Train(options=options | {"output_dir": str(tmp_path / "two")}, engine="ray")
-    found, moved = launch(
-        job, learners=[1, 1], engines=2, limits=LaunchLimits(placement=10), say=said.append
-    )
+    limits = LaunchLimits(placement=10)
+    found, moved = launch(job, learners=[1, 1], engines=2, limits=limits)
     wait_until_free(4)
     placement = place(plan_bundles(learners=[1, 1]), wait_seconds=10)
     found_on = where(placement)
     placement.release()
     assert len(set(found_on)) == 2
     assert len(found) == 4
-    assert said[0].count("learner") == 2
+    assert capsys.readouterr().out.count("learner") == 2
     here = {"output_dir": str(tmp_path / "one"), "per_device_train_batch_size": 8}
     one, others = Train(options=options | here, engine="here")()
     names = ("objective/scores", "objective/kl", "loss/policy_avg", "rollout/lag")

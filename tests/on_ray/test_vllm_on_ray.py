@@ -47,7 +47,6 @@ def test_two_learners_share_vllms_that_agree_with_them(shared, tmp_path):
         learners=[2],
         engines=2,
         limits=LaunchLimits(placement=30.0),
-        say=lambda text: None,
     )
     assert max(gap, kl) <= 1e-4
     assert lags == [0, 1]

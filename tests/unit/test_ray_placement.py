@@ -37,7 +37,9 @@ def embedded(**options):
 
 class TestPlan:
     def test_two_nodes_of_learners_and_engines_on_gpus(self):
-        plan = plan_bundles(learners=[4, 2], engines=2, rewards=1, gpus=True, gpus_per_engine=2)
+        plan = plan_bundles(
+            learners=[4, 2], engines=2, gpus=True, gpus_per_engine=2, workers={"reward": (1, 0)}
+        )
         assert [dict(b) for b in plan.bundles] == [
             {"CPU": 4, "GPU": 4},
             {"CPU": 2, "GPU": 2},
@@ -55,7 +57,7 @@ class TestPlan:
 
     def test_workers_beside_the_learners(self):
         plan = plan_bundles(
-            learners=[1], rewards=1, references=2, gpus=True, gpus_per_reference=0.25
+            learners=[1], gpus=True, workers={"reward": (1, 0), "reference": (2, 0.25)}
         )
         assert plan.text().splitlines()[1:] == [
             "  bundle 1: CPU 1  reward 0",
@@ -64,7 +66,7 @@ class TestPlan:
         ]
 
     def test_a_rank_takes_its_own_seats_of_a_launch(self, monkeypatch):
-        plan = plan_bundles(learners=[2], engines=2, references=4)
+        plan = plan_bundles(learners=[2], engines=2, workers={"reference": (4, 0)})
 
         def slots(rank, role, **count):
             at = SimpleNamespace(rank=rank, world_size=2, placement=plan)

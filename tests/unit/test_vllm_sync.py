@@ -83,6 +83,13 @@ class Ours:
         return 64
 
 
+def engine_of(kind=None, **options):
+    """An engine over a service of this file, and the weights that it has."""
+    model = policy()
+    spec, weights = PolicyTemplate.of(model), trained(model)
+    return VLLMEngine((kind or Ours)(spec, weights), spec, pad_id=0, **options), weights
+
+
 def moved(weights, by):
     generator = torch.Generator().manual_seed(1)
     noise = {n: torch.randn(p.shape, generator=generator) for n, p in weights.items()}
@@ -90,10 +97,7 @@ def moved(weights, by):
 
 
 def receipts(broken, by=1e-2):
-    model = policy()
-    spec = PolicyTemplate.of(model)
-    first = trained(model)
-    engine = VLLMEngine(Ours(spec, first, broken), spec, pad_id=0)
+    engine, first = engine_of(lambda *about: Ours(*about, broken))
     second = moved(first, by)
     assert engine.load_weights(first, 1).fingerprint == fingerprint(first)
     return engine.load_weights(second, 2), fingerprint(second)
@@ -125,13 +129,6 @@ def test_the_probe_says_what_the_model_says():
         logits = model.eval()(probe).logits[:, :-1].log_softmax(-1)
         want = logits.gather(-1, probe[:, 1:, None])[..., 0]
         torch.testing.assert_close(spec.logprobs(trained(model)), want.detach())
-
-
-def test_a_skeleton_holds_no_weights_and_takes_none():
-    model = policy("qwen2", tie_word_embeddings=True)
-    spec = PolicyTemplate.of(model)
-    assert all(p.is_meta for p in spec.meta_model.parameters())
-    assert not any(p.is_meta for p in model.parameters())
 
 
 def test_a_tied_head_is_sent_as_a_weight_of_its_own():
@@ -180,6 +177,7 @@ def test_a_folder_is_a_checkpoint_without_end_of_text(tmp_path):
 def test_a_spec_can_be_sent_to_another_process():
     model = policy("qwen2", tie_word_embeddings=True)
     sent = pickle.loads(pickle.dumps(PolicyTemplate.of(model)))
+    assert all(p.is_meta for p in sent.meta_model.parameters())
     weights = trained(model)
     want = PolicyTemplate.of(model).on_cpu().logprobs(weights)
     assert torch.equal(sent.logprobs(weights), want)
@@ -229,9 +227,7 @@ class Sleeper(Ours):
 
 
 def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weights():
-    model = policy()
-    spec, weights = PolicyTemplate.of(model), trained(model)
-    engine = VLLMEngine(Sleeper(spec, weights), spec, pad_id=0, sleeps=True)
+    engine, weights = engine_of(Sleeper, sleeps=True)
     sampling = Sampling(max_new_tokens=1)
     for version in (1, 2):
         engine.load_weights(moved(weights, 0.1 * version), version)
@@ -244,9 +240,7 @@ def test_memory_is_freed_after_sampling_and_the_cache_comes_back_after_the_weigh
 
 
 def test_a_response_that_vllm_would_cut_is_refused():
-    model = policy()
-    spec = PolicyTemplate.of(model)
-    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
+    engine, _ = engine_of(Sleeper)
     engine.max_length = 8
     longest = int(prompts().mask.sum(-1).max())
     engine.generate(prompts(), sampling=Sampling(max_new_tokens=8 - longest), seed=0)
@@ -292,14 +286,12 @@ def test_a_base_in_bfloat16_is_sampled_in_bfloat16():
     assert weights_dtype(policy()) == torch.float32
 
 
-def test_rows_without_a_version_have_the_one_that_was_sent():
-    model = policy()
-    spec = PolicyTemplate.of(model)
-    engine = VLLMEngine(Sleeper(spec, trained(model)), spec, pad_id=0)
-    engine.load_weights(trained(model), 4)
-    engine.service.said = -1
-    rollout = engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
-    assert rollout.policy_version.tolist() == [4] * 6
+def test_samples_of_other_weights_than_those_that_were_sent_are_an_error():
+    engine, weights = engine_of(Sleeper)
+    engine.load_weights(weights, 4)
+    engine.service.said = -1  # the name that another client has given them
+    with pytest.raises(SyncError, match="sampled with version -1 instead of 4"):
+        engine.generate(prompts(), sampling=Sampling(max_new_tokens=1), seed=0)
 
 
 class Rounded(Ours):
@@ -410,10 +402,8 @@ class Live:
 
 
 def test_an_engine_with_half_of_the_weights_does_not_sample():
-    model = policy()
-    spec, weights = PolicyTemplate.of(model), trained(model)
-    service = Sleeper(spec, weights)
-    engine = VLLMEngine(service, spec, pad_id=0)
+    engine, weights = engine_of(Sleeper)
+    service = engine.service
     engine.load_weights(weights, 1)
     load, sampling = service.load, Sampling(max_new_tokens=1)
 
@@ -527,10 +517,7 @@ def test_the_same_tensors_in_a_later_sync_are_written_again(tmp_path):
 
 def test_requests_that_vllm_has_lost_are_an_error():
     """Asking again would spin at a full core for ever."""
-    model = policy()
-    spec = PolicyTemplate.of(model)
-    service = Ours(spec, trained(model), "")
-    engine = VLLMEngine(service, spec, pad_id=0)
-    service.serve, service.holds_requests = (lambda new: {}), False
+    engine, _ = engine_of()
+    engine.service.serve, engine.service.holds_requests = (lambda new: {}), False
     with pytest.raises(RolloutError, match="vLLM has lost 6 of 6 requests"):
         engine.generate(prompts(), sampling=Sampling(max_new_tokens=3), seed=0)

@@ -69,7 +69,6 @@ def launch(  # noqa: PLR0913
     environment: Mapping[str, str] | None = None,
     limits: LaunchLimits | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> T:
     """Run a job on every rank, and return the result of rank 0.
 
@@ -92,7 +91,6 @@ def launch(  # noqa: PLR0913
         limits: timeouts.
         on_row: called with every row of metrics that rank 0 logs; warnings of all ranks are always
             logged in this process.
-        say: called with the placement as text; None: print it.
 
     Raises:
         ConfigError: the cluster lacks resources, which are listed.
@@ -109,18 +107,17 @@ def launch(  # noqa: PLR0913
         plan = plan_bundles(
             learners=learners,
             engines=engines,
-            rewards=rewards * ranks,
-            references=references * ranks,
             gpus=cluster.has_gpus(),
             gpus_per_engine=gpus_per_engine,
-            gpus_per_reward=gpus_per_reward,
-            gpus_per_reference=gpus_per_reference,
             single_gpu_mode=single_gpu_mode,
+            workers={
+                "reward": (rewards * ranks, gpus_per_reward),
+                "reference": (references * ranks, gpus_per_reference),
+            },
         )
         placement = place(plan, wait_seconds=limits.placement)
-        (say or partial(print, flush=True))(f"on Ray:\n{placement.text()}")
-        store = cluster.ControlStore(limits.heartbeat)
-        group = _LearnerGroup(placement, limits, on_row, store)
+        print(f"on Ray:\n{placement.text()}", flush=True)
+        group = _LearnerGroup(placement, limits, on_row)
         try:
             group.start()
             return group.run(job, environment or {})
@@ -157,30 +154,19 @@ class Failure:
 
 
 class DriverMailbox:
-    """Mailbox actor: ranks post metrics and warnings to the driver."""
+    """Mailbox actor: ranks post a "row" of metrics, a "note", or a "stop" to the driver."""
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
-        self._notes: list[str] = []
-        self._stops = False
+        self._mail: list[tuple[str, Any]] = []
 
-    def post(self, row: dict[str, Any]) -> None:
-        """Add a row of metrics."""
-        self._rows.append(row)
+    def post(self, kind: str, item: Any = None) -> None:
+        """Add an item."""
+        self._mail.append((kind, item))
 
-    def note(self, text: str) -> None:
-        """Add a warning."""
-        self._notes.append(text)
-
-    def stop(self) -> None:
-        """Note that the last iteration has ended."""
-        self._stops = True
-
-    def take(self) -> tuple[list[dict[str, Any]], list[str], bool, int]:
-        """Rows and warnings since the last call, whether the ranks stop, and the process id."""
-        rows, notes = self._rows, self._notes
-        self._rows, self._notes = [], []
-        return rows, notes, self._stops, os.getpid()
+    def take(self) -> tuple[list[tuple[str, Any]], int]:
+        """All items since the last call, and the process id."""
+        mail, self._mail = self._mail, []
+        return mail, os.getpid()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,16 +181,16 @@ class RankContext:
 
     def post(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to the driver."""
-        self.mailbox.post.remote(dict(row))
+        self.mailbox.post.remote("row", dict(row))
 
     def note(self, text: str) -> None:
         """Send a warning to the driver."""
-        self.mailbox.note.remote(f"learner {self.rank}: {text}")
+        self.mailbox.post.remote("note", f"learner {self.rank}: {text}")
 
     def stopping(self) -> bool:
         """Whether the driver asked this rank to stop; called at the end of an iteration."""
         if STOP.is_set():
-            self.mailbox.stop.remote()
+            self.mailbox.post.remote("stop")
         return STOP.is_set()
 
     def send(self, items: list[Any]) -> None:
@@ -302,10 +288,9 @@ class _LearnerGroup:
         placement: Placement,
         limits: LaunchLimits,
         on_row: Callable[[dict[str, Any]], None] | None,
-        control_store: cluster.ControlStore,
     ) -> None:
         self._placement, self._limits, self._on_row = placement, limits, on_row
-        self._control_store = control_store
+        self._control_store = cluster.ControlStore(limits.heartbeat)
         self._slots = placement.of("learner")
         self._ranks: list[Actor] = []
         self._mailbox: Any = None
@@ -447,18 +432,19 @@ class _LearnerGroup:
             return
         mail, self._mail = self._mail, None
         try:
-            rows, notes, stops, process = ray.get(mail)
+            items, process = ray.get(mail)
         except ray.exceptions.RayError:
             return  # the mailbox is being restarted
         if self._mailbox_process not in (0, process):
             logger.warning("%s", _MAILBOX_LOST)
         self._mailbox_process = process
-        self._stopping |= stops
-        if self._on_row is not None:
-            for row in rows:
-                self._on_row(row)
-        for note in notes:
-            logger.warning("%s", note)
+        for kind, item in items:
+            if kind == "stop":
+                self._stopping = True
+            elif kind == "note":
+                logger.warning("%s", item)
+            elif self._on_row is not None:
+                self._on_row(item)
 
     def _forward_rest(self) -> None:
         for _ in range(2):  # a running call, and later messages

@@ -97,17 +97,15 @@ def plan_bundles(
     *,
     learners: Sequence[int] = (),
     engines: int = 0,
-    rewards: int = 0,
-    references: int = 0,
     gpus: bool = False,
     gpus_per_engine: int = 1,
-    gpus_per_reward: float = 0.0,
-    gpus_per_reference: float = 0.0,
     single_gpu_mode: bool = False,
+    workers: Mapping[Role, tuple[int, float]] | None = None,
 ) -> Placement:
     """Bundles: one per node of learners, one per engine, one per worker.
 
-    The arguments are those of ``launch``, and whether the cluster has ``gpus``.
+    The arguments are those of ``launch``, whether the cluster has ``gpus``, and the number of
+    ``workers`` of each role with the GPUs of each.
     """
     if single_gpu_mode and (sum(learners) > 1 or gpus_per_engine > 1):
         raise ConfigError(
@@ -141,10 +139,9 @@ def plan_bundles(
             add("engine", 1, share, new_bundle=i == 0 and not learners)
         else:
             add("engine", 1, gpu * gpus_per_engine)
-    for _ in range(rewards):
-        add("reward", 1, gpus_per_reward)
-    for _ in range(references):
-        add("reference", 1, gpus_per_reference)
+    for role, (count, gpus_each) in (workers or {}).items():
+        for _ in range(count):
+            add(role, 1, gpus_each)
     strategy: Literal["PACK", "SPREAD"] = "SPREAD" if len(learners) > 1 else "PACK"
     return Placement(bundles=tuple(bundles), slots=tuple(slots), strategy=strategy)
 
@@ -215,14 +212,11 @@ def reserve(role: Role, args: RolloutArguments, *, gpus_per_engine: int = 1) -> 
     engines = args.vllm_num_engines if args.rollout_engine == "ray" else 0
     cpus = engines + args.ray_reward_workers + args.ray_ref_workers
     cluster.connect(args.ray_address, cpus=cpus)
-    plan = plan_bundles(
-        engines=count if role == "engine" else 0,
-        rewards=count if role == "reward" else 0,
-        references=count if role == "reference" else 0,
-        gpus=cluster.has_gpus(),
-        gpus_per_engine=gpus_per_engine,
-        gpus_per_reward=args.ray_reward_gpus,
-        gpus_per_reference=args.ray_ref_gpus,
-    )
+    if role == "engine":
+        gpus = cluster.has_gpus()
+        plan = plan_bundles(engines=count, gpus=gpus, gpus_per_engine=gpus_per_engine)
+    else:
+        each_gpus = args.ray_reward_gpus if role == "reward" else args.ray_ref_gpus
+        plan = plan_bundles(workers={role: (count, each_gpus)})
     placement = place(plan, wait_seconds=args.ray_wait_seconds)
     return ActorResources(placement, placement.of(role), placement.release)

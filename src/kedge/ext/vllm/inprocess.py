@@ -30,8 +30,7 @@ from kedge.rollout.liveness import starting
 _SHARED_GPU = 0.3  # fraction of GPU memory if the learner uses it, too; vLLM's default is most
 _STEPS = 16  # engine steps per call of ``serve``
 _CPU_CACHE = 1 << 30  # bytes of KV cache; vLLM's default takes most of the memory
-_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core stays in this process
+ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # leave the learner's threads unbound
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -196,15 +195,9 @@ class InProcess:
         """Weights version that vLLM reports."""
         return parse_version(self._llm.llm_engine.get_weight_version())
 
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Number of concurrent requests, and whether ``load`` may be called while some run.
-
-        With an adapter it may not: vLLM 0.32 on CPUs cannot score the probe of a weight sync in one
-        step with other requests (``bgmv_shrink`` gets the wrong number of rows).
-        """
-        slots = int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-        return slots, self._adapter is None
+    def slots(self) -> int:
+        """Number of concurrent requests."""
+        return int(self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
@@ -287,7 +280,8 @@ def _keep_process_group() -> Iterator[None]:
 
 
 def _start(folder: str, arguments: dict[str, Any], quiet: Any) -> Any:
-    for name, value in _ENVIRONMENT.items():
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the core stays in this process
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads = torch.set_num_threads
     try:

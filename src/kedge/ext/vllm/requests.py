@@ -39,7 +39,7 @@ class GenerationResult:
     tokens: NDArray[np.int32]  # including the stop token
     logprobs: NDArray[np.float32]  # per token, nats, under the sampling distribution
     stopped: bool  # True: ended by a stop token or stop string, not by the length limit
-    # versions of the weights that vLLM reports (-1: unknown), in order, each with its tokens
+    # versions of the weights that vLLM reports (-1: not Kedge's), in order, each with its tokens
     versions: Sequence[tuple[int, int]]
     # [tokens, K]; tokens that could have been sampled, then -1; None: all
     allowed: NDArray[np.int32] | None = None

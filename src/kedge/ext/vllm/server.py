@@ -29,7 +29,7 @@ import numpy as np
 from torch import Tensor
 
 from kedge.ext.vllm import process_guard
-from kedge.ext.vllm.inprocess import device_args, fixed_args
+from kedge.ext.vllm.inprocess import ENVIRONMENT, device_args, fixed_args
 from kedge.ext.vllm.policy_template import PolicyTemplate
 from kedge.ext.vllm.requests import (
     GenerationRequest,
@@ -50,19 +50,13 @@ _RESTART = (
 )
 _PLAIN = {"Accept-Encoding": "identity"}  # a small body may unpack to a huge one
 _GENERATE = "/inference/v1/generate"
+_INFO = "/server_info?config_format=json"
 _SECONDS = 0.1  # seconds that ``serve`` waits for a result
 _OVERLOADED = {429, 502, 503}  # statuses to retry, with exponential backoff
 _PAUSE = 0.5  # seconds
 # A server closes idle connections, vLLM after 5 s, and a request at that moment would be lost.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+)$", re.M)
-_ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 _MAX_RESTARTS = 3  # in a row, without a result
 
@@ -164,13 +158,11 @@ class Server:
 
     # -- Service ---------------------------------------------------------------------------------
 
-    @property
-    def abilities(self) -> tuple[int, bool]:
-        """Number of concurrent requests, and whether ``load`` may be called while some run."""
-        info = self._retry(lambda: self._request(self._server_info))
-        with _reading("/server_info"):
-            slots = int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
-        return slots, self._adapter is None
+    def slots(self) -> int:
+        """Number of concurrent requests."""
+        return self._read(
+            _INFO, lambda info: int(info["vllm_config"]["scheduler_config"]["max_num_seqs"])
+        )
 
     def serve(self, new: Mapping[int, GenerationRequest]) -> dict[int, GenerationResult]:
         """Add requests by key, and wait briefly; returns results by key."""
@@ -305,15 +297,11 @@ class Server:
 
     def version(self) -> int:
         """Weights version that vLLM reports."""
-        answer = self._retry(lambda: self._get("/weight_info"))
-        with _reading("/weight_info"):
-            return parse_version(answer["weight_version"])
+        return self._read("/weight_info", lambda answer: parse_version(answer["weight_version"]))
 
     def max_length(self) -> int:
         """Longest prompt and response together, in tokens."""
-        answer = self._retry(lambda: self._get("/v1/models"))
-        with _reading("/v1/models"):
-            return int(answer["data"][0]["max_model_len"])
+        return self._read("/v1/models", lambda answer: int(answer["data"][0]["max_model_len"]))
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory."""
@@ -418,12 +406,15 @@ class Server:
 
     # -- HTTP ------------------------------------------------------------------------------------
 
-    def _server_info(self) -> httpx.Response:
-        query = {"config_format": "json"}
-        return self._client.get("/server_info", params=query, timeout=self.limits.start)
+    def _read(self, path: str, read: Callable[[Any], T]) -> T:
+        """Read the answer to a GET, which is repeated after each restart."""
+        answer = self._retry(lambda: self._request(lambda: self._get(path)))
+        with _reading(path.partition("?")[0]):
+            return read(answer)
 
-    def _get(self, path: str) -> Any:
-        return self._request(lambda: self._client.get(path))
+    def _get(self, path: str) -> httpx.Response:
+        seconds = self.limits.start if path == _INFO else self.limits.patience
+        return self._client.get(path, timeout=seconds)
 
     def _post(self, path: str, **kwargs: Any) -> Any:
         return self._request(lambda: self._client.post(path, **kwargs))
@@ -455,8 +446,8 @@ class Server:
         if not self.healthy():
             raise ConfigError(f"no vLLM server responds at {self.url}; start one, or check the URL")
         try:
-            check_version(self._get("/version")["version"], self._name)
-            info = self._server_info()
+            check_version(self._read("/version", lambda answer: answer["version"]), self._name)
+            info = self._get(_INFO)
             if info.status_code == 404:
                 raise ConfigError(
                     f"{self._name} cannot load new weights; start it with VLLM_SERVER_DEV_MODE=1 in"
@@ -620,7 +611,12 @@ class Process:
     ) -> None:
         self._command = [sys.executable, process_guard.__file__, str(_GRACE), *command]
         self._log, self._home = log, home
-        self._environment = {**_ENVIRONMENT, **os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        self._environment = {
+            **ENVIRONMENT,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            **os.environ,
+            "VLLM_SERVER_DEV_MODE": "1",  # enables endpoints that load weights
+        }
         if eager:
             self._environment["TORCHDYNAMO_DISABLE"] = "1"
         if devices is not None:

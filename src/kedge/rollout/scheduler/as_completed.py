@@ -107,8 +107,7 @@ class AsCompleted:
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
                 f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
-                " adapter or vllm_sleep, and only from 0.32 on; none with the greedy baselines of"
-                " ReMax); leave it out"
+                " adapter or vllm_sleep; none with the greedy baselines of ReMax); leave it out"
             )
 
     def begin(self, step: int) -> None:
