@@ -50,13 +50,9 @@ print("ran", type(trainer).__module__)
 """
 PPO = """
 from trl import PPOConfig, PPOTrainer
-from trl.experimental.utils import create_reference_model, first_true_indices, get_reward
-from trl.experimental.ppo.ppo_trainer import (OnlineTrainerState, batch_generation, forward,
-    exact_div, generate, get_reward, masked_mean, masked_var, masked_whiten, print_rich_table,
-    truncate_response)
-from trl.trainer.utils import (OnlineTrainerState, batch_generation, disable_dropout_in_model,
-    exact_div, first_true_indices, forward, generate, get_reward, prepare_deepspeed,
-    print_rich_table, truncate_response)
+from trl.experimental.utils import create_reference_model
+from trl.experimental.ppo.ppo_trainer import OnlineTrainerState, masked_mean, masked_var
+from trl.trainer.utils import OnlineTrainerState
 
 args = PPOConfig(output_dir="out", total_episodes=4, per_device_train_batch_size=4, use_cpu=True,
                  response_length=4, save_strategy="no", disable_tqdm=True)
@@ -70,22 +66,6 @@ assert trainer.model.value_model is trainer.value_model
 assert trainer.model.is_gradient_checkpointing == MODEL.is_gradient_checkpointing
 assert trainer.stop_token_id == word_tokenizer().eos_token_id
 assert trainer.reward_model is reward
-
-ids = torch.tensor([[1, 5, 6, 9, 2, 7], [5, 6, 7, 8, 9, 10]])
-assert first_true_indices(ids == 9).tolist() == [3, 4]
-assert first_true_indices(ids == 31).tolist() == [6, 6]
-assert truncate_response(9, 1, ids).tolist() == [[1, 5, 6, 9, 1, 1], [5, 6, 7, 8, 9, 1]]
-assert exact_div(6, 3) == 2
-assert forward(policy, ids, 1).logits.shape == (2, 6, VOCAB)
-logits, scores, last = get_reward(reward, truncate_response(9, 1, ids), 1, 3)
-assert last.tolist() == [3, 4]
-whole = reward(input_ids=ids[1:, :5]).logits.squeeze()
-assert torch.allclose(scores[1], whole, atol=1e-6)
-from transformers import GenerationConfig
-how = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=1)
-rows, logits = batch_generation(policy, ids, 1, 1, how)
-assert rows.shape == (2, 9) and logits.shape == (2, 3, VOCAB)
-assert torch.equal(logits.argmax(-1), rows[:, 6:])
 print("ran", type(trainer).__module__)
 """
 

@@ -295,13 +295,6 @@ def test_running_moments() -> None:
     assert moments.count == 9
 
 
-def test_moments_in_a_file(tmp_path: Any) -> None:
-    moments = RunningMoments()
-    moments.update(torch.tensor([1.0, 2.0, 4.0]))
-    moments.save_to_json(tmp_path / "m.json")
-    assert RunningMoments.load_from_json(tmp_path / "m.json") == moments
-
-
 @pytest.mark.parametrize("norm", [False, True])
 def test_score_scaling_and_clipping(norm: bool) -> None:
     found = trainer(gpt2(), use_score_scaling=True, use_score_norm=norm, score_clip=1.5)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,14 +61,3 @@ class RunningMoments:
         """Restore the state from ``state_dict``."""
         for name in ("mean", "squares", "count"):
             setattr(self, name, float(state[name]))
-
-    def save_to_json(self, json_path: str | Path) -> None:
-        """Write the state to a JSON file."""
-        Path(json_path).write_text(json.dumps(self.state_dict()), encoding="utf-8")
-
-    @classmethod
-    def load_from_json(cls, json_path: str | Path, total: Total | None = None) -> RunningMoments:
-        """Read what ``save_to_json`` wrote."""
-        moments = cls(total)
-        moments.load_state_dict(json.loads(Path(json_path).read_text(encoding="utf-8")))
-        return moments

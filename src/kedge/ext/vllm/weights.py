@@ -229,19 +229,11 @@ class WeightFiles:
 class NcclGroup:
     """Process group of the learner and the GPUs of engines: weights are broadcast once for all.
 
-    <<<<<<< HEAD
-    It is formed for the first weights, and again after an engine was restarted or lost.
-    ``payload`` converts the learner's weights, each engine has ``gpus``, and ``address`` is that of
-    this process as seen from them.  Forming the group, or sending all weights, may take ``limit``
-    seconds.  Weights in host memory are moved to the learner's ``device`` one at a time.  If it
-    is ``shared``, several engines are sent weights together.
-    =======
     It is formed for the first weights, and again after an engine was restarted or lost.  Each
     engine has ``gpus``; ``payload`` converts the learner's weights; ``address`` is that of this
     process as seen from the engines.  Forming the group, or sending all weights, may take
     ``limit`` seconds.  Weights in host memory are moved to the learner's ``device`` one at a time.
     If it is ``shared``, several engines are sent weights together.
-    >>>>>>> engines
     """
 
     def __init__(

@@ -12,11 +12,9 @@ from kedge.ext.trl.classic.models import (
     SUPPORTED_ARCHITECTURES,
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
-    BestOfNSampler,
     PreTrainedModelWrapper,
     ValueHead,
     create_reference_model,
-    setup_chat_format,
     unwrap_model_for_generation,
 )
 from kedge.ext.trl.classic.trainer import PPOTrainer
@@ -27,7 +25,6 @@ __all__ = [
     "AdaptiveKLController",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
-    "BestOfNSampler",
     "FixedKLController",
     "LengthSampler",
     "PPOConfig",
@@ -39,7 +36,6 @@ __all__ = [
     "create_reference_model",
     "respond_to_batch",
     "set_seed",
-    "setup_chat_format",
     "unwrap_model_for_generation",
 ]
 

@@ -17,7 +17,7 @@ from kedge.records.errors import OptionError
 logger = logging.getLogger(__name__)
 _MOST_FILES = 500  # that are read to find the API
 _OLDER_MARKS = ("rloo_k", "ref_policy=")
-_STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer", "BestOfNSampler")
+_STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer")
 
 
 def detect_api(script: Path) -> str:
