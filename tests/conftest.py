@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What a test names if it is of an extension: modules, forwarded paths and names, commands.
 EXTENSIONS = re.compile(
     r"kedge\.(ext|classic|compat|judges|trl|trl_scripts)\b|environments\.(games|adapters)\b"
-    r"|\b(AsyncPPO(Config|Trainer)|ModelConfig|TrlParser|PPOv2\w+|code_verifier|Sandbox)\b"
+    r"|\b(AsyncPPO(Config|Trainer)|TrlParser|PPOv2\w+|code_verifier|Sandbox)\b"
     r"|main\(\[?\*?[\[(]*\"(sft|reward|judge|plan|doctor|report|compare|init|expert|value|serve)"
     r"|import .*\bifeval\b"
 )

@@ -8,10 +8,11 @@ from typing import Any
 from kedge import forwards
 from kedge.trainers import TRAINERS
 
-_OF_TRL = ("get_kbit_device_map", "get_peft_config", "get_quantization_config")
+_OF_MODELS = ("ModelConfig", "get_peft_config", "get_quantization_config")
 _MODULES = {
     **dict.fromkeys(("grpo", "ppo", "reinforce_pp", "remax", "rloo"), "kedge.algorithms"),
-    **dict.fromkeys(("ModelConfig", "ScriptArguments", "TrlParser", *_OF_TRL), "kedge.trl_scripts"),
+    **dict.fromkeys(_OF_MODELS, "kedge.cli.model_arguments"),
+    **dict.fromkeys(("ScriptArguments", "TrlParser", "get_kbit_device_map"), "kedge.trl_scripts"),
     "Algorithm": "kedge.algorithms",
     "PPOv2Trainer": "kedge.trl.ppov2",
     "PPOv2Config": "kedge.trl.ppov2",

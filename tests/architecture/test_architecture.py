@@ -66,13 +66,8 @@ LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
 
 # Arrows that still point the wrong way.
 PENDING = {
-    "cli/arguments.py -> kedge.ext.trl.scripts",
-    "cli/train/ppo.py -> kedge.ext.trl.scripts",
-    "ext/before_rl/reward_command.py -> kedge.ext.trl.scripts",
-    "ext/before_rl/sft_command.py -> kedge.ext.trl.scripts",
     "ext/plan/command.py -> kedge.ext.open_instruct",
     "ext/plan/command.py -> kedge.ext.open_instruct.config",
-    "ext/plan/command.py -> kedge.ext.trl.scripts",
 }
 # Folders of ``ext`` that may import another one.
 EXT_RULES = {"open_instruct": {"ray", "vllm"}, "ray": {"vllm"}}

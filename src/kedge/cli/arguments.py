@@ -16,10 +16,11 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Flags, Help
+from kedge.cli.model_arguments import ModelConfig
+from kedge.cli.yaml_files import read_yaml
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import NoEffect, check_fields, option, status
 from kedge.config.ppo import RECIPES, PPOConfig, find_recipe
-from kedge.ext.trl.scripts import ModelConfig, read_yaml
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
 

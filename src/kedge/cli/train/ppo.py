@@ -16,8 +16,8 @@ from typing import Any
 from kedge.cli.arguments import ModelArguments, Options, parse
 from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
+from kedge.cli.model_arguments import get_peft_config, get_quantization_config
 from kedge.config.declare import format_value
-from kedge.ext.trl.scripts import get_peft_config, get_quantization_config
 from kedge.output import check_targets, lock_output_dir
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint

@@ -24,12 +24,12 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Options, parse, parser
 from kedge.cli.data import load_prompts
 from kedge.cli.flags import Flags, print_table
+from kedge.cli.model_arguments import get_peft_config
 from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.ext.open_instruct import command as async_ppo
 from kedge.ext.open_instruct.config import AsyncPPOConfig
-from kedge.ext.trl.scripts import get_peft_config
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
