@@ -18,7 +18,7 @@ from kedge.cli.main import main
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.open_instruct import command as async_ppo
-from kedge.ext.open_instruct.command import apply_template, load_mixed, without_answer
+from kedge.ext.open_instruct.command import apply_template, load_rows, without_answer
 from kedge.records.errors import ConfigError, DataError
 
 from .text_toys import word_tokenizer
@@ -165,7 +165,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 def test_chats_become_prompts_and_columns_get_their_names(chats: Path, tmp_path: Path) -> None:
-    train, test = load_mixed(
+    train, test = load_rows(
         options(
             tmp_path,
             *("--dataset_mixer_list", str(chats), "1.0", "--dataset_mixer_eval_list", str(chats)),
@@ -182,13 +182,13 @@ def test_chats_become_prompts_and_columns_get_their_names(chats: Path, tmp_path:
 
 def test_each_dataset_has_its_split(chats: Path, tmp_path: Path) -> None:
     both = ("--dataset_mixer_list", str(chats), "1.0", str(chats), "1.0")
-    train, test = load_mixed(
+    train, test = load_rows(
         options(tmp_path, *both, "--dataset_mixer_list_splits", "train", "test")
     )
     assert len(train) == 9
     assert test is None
     with pytest.raises(DataError, match=r"got 3 splits \(a, b, c\) for 2 datasets"):
-        load_mixed(options(tmp_path, *both, "--dataset_mixer_list_splits", "a", "b", "c"))
+        load_rows(options(tmp_path, *both, "--dataset_mixer_list_splits", "a", "b", "c"))
 
 
 def test_a_chat_without_answer_stays_whole() -> None:

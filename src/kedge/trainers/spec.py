@@ -81,6 +81,9 @@ class TrainerSpec:
     metric_names: Callable[[Any, Engine], MetricNames] = lambda args, engine: lambda row: {}
     value_model: bool = False  # takes `value_model`, or `reward_model` to start it
     equal_vocabulary: bool = False  # reward models must have the policy's
+    # Module of the command, with ``parse_options``, ``load_rows`` and ``load_run_tokenizer``.
+    command: str = "kedge.cli.train.ppo"
+    learners: Callable[[Any], int] | None = None  # that the command starts on a cluster
 
     def checked_args(self, args: Any) -> OnPolicyConfig:
         """A checked copy of the config, or of the default one for None."""

@@ -33,7 +33,15 @@ def main(argv: Sequence[str], *, command: str = "ppo") -> None:
     """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``."""
     if not parser(command).show_help(argv):
         config = load_trainer(command).SPEC.config
-        train(parse(argv, prog=f"kedge {command}", config=config))
+        train(parse_options(argv, prog=f"kedge {command}", config=config))
+
+
+parse_options, load_rows = parse, load_prompts
+
+
+def load_run_tokenizer(options: Options, names: ModelPaths) -> Any:
+    """The tokenizer of a run."""
+    return load_tokenizer(names.tokenizer, options.model)
 
 
 def train(options: Options, **given: Any) -> Any:

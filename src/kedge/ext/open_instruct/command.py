@@ -33,7 +33,7 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     if differences := compare(options):
         note(f"differs from open-instruct: {'; '.join(differences)}")
     if config.cache_dataset_only:
-        train, test = load_mixed(options)
+        train, test = load_rows(options)
         note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
     elif on_ray(config):
         learn_on_ray(list(argv), options)
@@ -41,9 +41,11 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
         learn(options)
 
 
-def parse_options(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> Options:
+def parse_options(
+    argv: Sequence[str], *, prog: str = "kedge async-ppo", config: type = AsyncPPOConfig
+) -> Options:
     """Parse the flags; the value model defaults to the reward model, even if it scores nothing."""
-    options = parse(argv, prog=prog, config=AsyncPPOConfig)
+    options = parse(argv, prog=prog, config=config)
     script, given = options.script, options.given
     load_template(options.config.chat_template_name)
     unscored = script.reward_model_multiplier == 0 and "reward_model_path" in given
@@ -83,7 +85,7 @@ def compare(options: Options) -> list[str]:
 # -- prompts and tokenizer -------------------------------------------------------------------------
 
 
-def load_mixed(options: Options) -> tuple[Any, Any]:
+def load_rows(options: Options) -> tuple[Any, Any]:
     """Training prompts, and evaluation prompts or None."""
     config, script = options.config, options.script
     if not script.dataset_mixer_list:
@@ -153,7 +155,7 @@ def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     return tokenizer
 
 
-def load_chat_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
+def load_run_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
     """The tokenizer, with the chat template that the options name."""
     config = options.config
     name = config.tokenizer_name_or_path or names.tokenizer
@@ -245,12 +247,12 @@ def learn(options: Options) -> Any:
             os.environ.setdefault("WANDB_ENTITY", config.wandb_entity)
     options = _at_revision(options)
     names = ppo.model_names(options)
-    train, test = load_mixed(options)
+    train, test = load_rows(options)
     return ppo.train(
         options,
         train_dataset=train,
         eval_dataset=test,
-        tokenizer=load_chat_tokenizer(options, names),
+        tokenizer=load_run_tokenizer(options, names),
         value_model=_random_value_model(options) if config.init_value_from_scratch else None,
     )
 

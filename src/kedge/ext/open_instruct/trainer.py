@@ -70,4 +70,6 @@ class AsyncPPOTrainer(PPOTrainer):
         config=AsyncPPOConfig,
         metric_names=log_open_instruct_names,
         equal_vocabulary=True,
+        command="kedge.ext.open_instruct.command",
+        learners=lambda args: sum(args.actor_num_gpus_per_node or [1]),
     )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,15 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from kedge.algorithms import Algorithm
-from kedge.cli.arguments import Options, parse, parser
-from kedge.cli.data import load_prompts
+from kedge.cli.arguments import Options, parser
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.train.ppo import ModelPaths, load_algorithm, load_tokenizer, model_names
+from kedge.cli.train.ppo import ModelPaths, load_algorithm, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
-from kedge.ext.open_instruct import command as async_ppo
-from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
@@ -82,24 +80,23 @@ def main(argv: Sequence[str]) -> None:
     name, *rest = argv
     if name not in trainer_commands():
         raise ConfigError(f"kedge plan {name} must be one of {', '.join(trainer_commands())}")
-    prog, config = f"kedge plan {name}", load_trainer(name).SPEC.config
+    prog, spec = f"kedge plan {name}", load_trainer(name).SPEC
+    config = spec.config
     if parser(prog, config).show_help(rest):
         return
     own = Flags(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--num_processes", "--num-processes", type=int)
     own.add_argument("--measure", action="store_true")
     flags, rest = own.parse_known_args(rest)
-    if flags.measure and name == "async-ppo":
-        raise ConfigError("kedge plan async-ppo cannot --measure: its processes start on a cluster")
+    if flags.measure and spec.learners is not None:
+        raise ConfigError(f"{prog} cannot --measure: its processes start on a cluster")
     processes: int | None = flags.num_processes
     if processes is not None and processes < 1:
         raise ConfigError(f"--num_processes {processes} must be at least 1")
-    with assume_all_packages() if config is AsyncPPOConfig else nullcontext():
-        if config is AsyncPPOConfig:
-            options = async_ppo.parse_options(rest, prog=prog)
-            processes = processes or sum(options.config.actor_num_gpus_per_node or [1])
-        else:
-            options = parse(rest, prog=prog, config=config)
+    with assume_all_packages() if spec.learners is not None else nullcontext():
+        options = import_module(spec.command).parse_options(rest, prog=prog, config=config)
+        if spec.learners is not None:
+            processes = processes or spec.learners(options.config)
         batches, facts, models = plan(options, processes)
     print_table("sizes", size_rows(options.config, batches, facts))
     show_memory(options.config, batches, models)
@@ -136,18 +133,15 @@ def plan(
     """Batch sizes, prompt statistics and memory of a run; raises the errors of training."""
     config, script, names = options.config, options.script, model_names(options)
     names.check()
-    is_async, trust = isinstance(config, AsyncPPOConfig), options.model.trust_remote_code
-    if is_async:
-        tokenizer = async_ppo.load_chat_tokenizer(options, names)
-    else:
-        tokenizer = load_tokenizer(names.tokenizer, options.model)
-    revision = options.model.model_revision
+    spec, trust = find_trainer(config).SPEC, options.model.trust_remote_code
+    command = import_module(spec.command)
+    tokenizer, revision = command.load_run_tokenizer(options, names), options.model.model_revision
     build_sampling(
         config,
         eos_token_ids(names.policy, tokenizer, revision=revision, trust_remote_code=trust),
     )
     custom = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    algorithm = find_trainer(config).SPEC.build_algorithm(config, custom)
+    algorithm = spec.build_algorithm(config, custom)
     world_size, columns = processes or config.world_size or 1, None
     if script.dataset_name is None and not script.dataset_mixer_list:
         if config.total_episodes is None and config.max_steps <= 0:
@@ -159,7 +153,7 @@ def plan(
         batches = compute_batch_sizes(**sizes, min_group=algorithm.min_group)
         facts = {"longest prompt, assumed": config.max_prompt_length or PROMPT_GUESS}
     else:
-        train, _ = async_ppo.load_mixed(options) if is_async else load_prompts(options)
+        train, _ = command.load_rows(options)
         here: Any = SimpleNamespace(process_index=0, num_processes=world_size)
         prompts, batches = build_prompts(
             train, config, tokenizer, here, min_group=algorithm.min_group
@@ -172,8 +166,8 @@ def plan(
             "longest prompt": report.longest,
         }
     check_targets(config)
-    for spec in script.reward_funcs or []:
-        function = load_function(spec)
+    for function_spec in script.reward_funcs or []:
+        function = load_function(function_spec)
         if columns is not None:
             Signature(function, function_name(function)).check(columns)
     longest = [*facts.values()][-1]
