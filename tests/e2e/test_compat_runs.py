@@ -76,18 +76,9 @@ def test_a_program_runs(program: str, tmp_path: Path) -> None:
     text = PPO if program == "PPO" else GROUPS.replace("{name}", program)
     file = tmp_path / "script.py"
     file.write_text(COMMON + text)
-    command = [
-        "-W",
-        "ignore",
-        "-m",
-        "kedge.compat",
-        "run",
-        "--replace",
-        "--report-version",
-        "1.12",
-    ]
+    command = ["-W", "ignore", "-m", "kedge.compat", "run", "--replace", "--report-version", "1.12"]
     done = processes.run(*command, str(file), str(tmp_path))
-    assert done.stdout.endswith("ran kedge.compat.trl_trainers\n"), done.stderr
+    assert done.stdout.endswith("ran kedge.ext.trl.compat.trl_trainers\n"), done.stderr
     if program != "PPO":
         assert "earlier-1 now, and this run starts over" in done.stderr
         assert "vllm_gpu_memory_utilization=0.5 has no effect without use_vllm" in done.stderr
