@@ -99,7 +99,7 @@ def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], 
 
 _USAGE = """\
 ```python
-from kedge.ext.trl.classic import {loader}
+from kedge.classic import {loader}
 
 model = {loader}.from_pretrained({name!r})
 ```

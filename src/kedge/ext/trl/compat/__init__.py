@@ -1,6 +1,6 @@
 """Kedge under TRL's names, for programs that import them from ``trl``.
 
-    import kedge.ext.trl.compat
+    import kedge.compat
 
     kedge.compat.install("trl-0.11")  # before the program's imports
     from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
