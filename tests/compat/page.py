@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.compat.cases import Case
 
+VERSIONS = (  # a program that prints the versions of the packages in its arguments
+    "import json, sys; from importlib.metadata import version, PackageNotFoundError\n"
+    "def v(n):\n try: return version(n)\n except PackageNotFoundError: return None\n"
+    "print(json.dumps({'python': sys.version.split()[0]} | {n: v(n) for n in sys.argv[1:]}))"
+)
 _SHOWN = ("llamafactory", "ms_swift", "trl", "transformers", "peft", "torch")
+
+
+def write_results(file: Path, results: Mapping[str, Any]) -> None:
+    """Write one row of the results on each line."""
+    rows = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in results.items()]
+    file.write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
 
 def write_page(

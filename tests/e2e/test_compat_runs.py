@@ -76,16 +76,7 @@ def test_a_program_runs(program: str, tmp_path: Path) -> None:
     text = PPO if program == "PPO" else GROUPS.replace("{name}", program)
     file = tmp_path / "script.py"
     file.write_text(COMMON + text)
-    command = [
-        "-W",
-        "ignore",
-        "-m",
-        "kedge.compat",
-        "run",
-        "--replace",
-        "--report-version",
-        "1.12",
-    ]
+    command = ["-W", "ignore", "-m", "kedge.compat", "run", "--replace", "--report-version", "1.12"]
     done = processes.run(*command, str(file), str(tmp_path))
     assert done.stdout.endswith("ran kedge.ext.trl.compat.trl_trainers\n"), done.stderr
     if program != "PPO":

@@ -23,6 +23,7 @@ from kedge.config.declare import (
     format_value,
     read_mapping,
 )
+from kedge.ext.trl.classic.core import flatten_dict
 from kedge.loop.control import AdaptiveKL, FixedKL
 from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
@@ -177,20 +178,13 @@ class PPOConfig:
         self.check()
 
     def check(self) -> None:
-        """Check all values and compute the sizes; the trainer calls this at each step.
-
-        Raises:
-            ConfigError: an invalid value, or sizes that do not divide.
-        """
+        """Check all values and compute the sizes; the trainer calls this at each step."""
         check_fields(self)
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
-            size_name = (
-                "mini_batch_size" if self.forward_batch_size is None else "forward_batch_size"
-            )
             raise ConfigError(
-                f"batch_size={self.batch_size} must be a multiple of {size_name}="
+                f"batch_size={self.batch_size} must be a multiple of mini_batch_size="
                 f"{self.mini_batch_size} x gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
                 "these to a divisor"
@@ -206,12 +200,6 @@ class PPOConfig:
             raise ImportError(
                 f"log_with={self.log_with!r} needs its package; run pip install {self.log_with}"
             )
-        for name, arguments in self.options("tracker_kwargs").items():
-            if not isinstance(arguments, dict):
-                raise ConfigError(
-                    f"tracker_kwargs={format_value(self.tracker_kwargs)}: {name!r} must be a "
-                    'dictionary of arguments, as in {"wandb": {"name": "mine"}}'
-                )
         best = self.options("push_to_hub_if_best_kwargs")
         if best and not isinstance(best.get("repo_id"), str):
             raise ConfigError(
@@ -224,8 +212,6 @@ class PPOConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """All options as one flat dictionary, nested names joined by "/"."""
-        from kedge.ext.trl.classic.core import flatten_dict
-
         return flatten_dict(asdict(self) | {"total_ppo_epochs": self.total_ppo_epochs})
 
 
@@ -234,24 +220,14 @@ def _deprecated(old: str, new: str) -> None:
 
 
 class AdaptiveKLController(AdaptiveKL):
-    """Adapts the KL coefficient toward ``target``; see ``kedge.loop.control.AdaptiveKL``.
-
-    Args:
-        init_kl_coef: the initial coefficient.
-        target: target KL, nats per response.
-        horizon: responses over which an error of 100% would double the coefficient.
-    """
+    """``kedge.loop.control.AdaptiveKL`` under TRL's names."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: float) -> None:
         super().__init__(value=init_kl_coef, target=target, horizon=horizon)
 
 
 class FixedKLController(FixedKL):
-    """A constant KL coefficient.
-
-    Args:
-        kl_coef: the coefficient.
-    """
+    """A constant KL coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         super().__init__(value=kl_coef)

@@ -20,12 +20,7 @@ set_seed = trainer_utils.set_seed
 
 
 class LengthSampler:
-    """Draws a length, each of ``min_value`` to ``max_value - 1`` equally often (numpy's state).
-
-    Args:
-        min_value: minimum length.
-        max_value: maximum length plus one.
-    """
+    """Draws a length, each of ``min_value`` to ``max_value - 1`` equally often (numpy's state)."""
 
     def __init__(self, min_value: int, max_value: int) -> None:
         if not 0 <= min_value < max_value:
@@ -40,13 +35,7 @@ class LengthSampler:
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) -> Tensor:
-    """Log-probabilities float [B, T] of ``labels``; with ``gather=False`` of all tokens [B, T, V].
-
-    Args:
-        logits: float [B, T, V].
-        labels: int64 [B, T].
-        gather: whether to select the labels.
-    """
+    """Log-probabilities [B, T] of ``labels``; with ``gather=False`` of all tokens [B, T, V]."""
     logprobs = logits.log_softmax(-1)
     return logprobs.gather(-1, labels[..., None])[..., 0] if gather else logprobs
 
@@ -76,11 +65,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance where ``mask`` is True.
-
-    Raises:
-        ValueError: the mask selects too few values.
-    """
+    """Variance where ``mask`` is True; a ValueError if that is too few values."""
     count = int(mask.sum())
     if count < 1 + unbiased:
         raise ValueError(
@@ -97,11 +82,7 @@ def clip_by_value(x: Tensor, tensor_min: float | Tensor, tensor_max: float | Ten
 
 
 def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
-    """Flatten nested dictionaries; ``sep`` joins their names.
-
-    Raises:
-        ValueError: a name contains ``sep``.
-    """
+    """Flatten nested dictionaries; ``sep`` joins their names, which must not contain it."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         if sep in name:
@@ -154,19 +135,8 @@ def top_k_top_p_filtering(
     filter_value: float = -float("inf"),
     min_tokens_to_keep: int = 1,
 ) -> Tensor:
-    """Logits float [B, V] with all but the likely tokens at ``filter_value``.
-
-    Args:
-        logits: float [B, V].
-        top_k: keep the k likeliest; 0: all.
-        top_p: keep the fewest likeliest whose probabilities sum to this; 1: all.
-        filter_value: logit of all other tokens.
-        min_tokens_to_keep: keep at least this many.
-    """
-    limits: dict[str, Any] = {
-        "filter_value": filter_value,
-        "min_tokens_to_keep": min_tokens_to_keep,
-    }
+    """Logits float [B, V] with all but the likely tokens at ``filter_value``; top_k 0: all."""
+    limits: Any = {"filter_value": filter_value, "min_tokens_to_keep": min_tokens_to_keep}
     unused = torch.empty(0, dtype=torch.long)  # the warpers ignore previous tokens
     if top_k > 0:
         logits = TopKLogitsWarper(int(top_k), **limits)(unused, logits)
@@ -197,14 +167,8 @@ class PPODecorators:
     def empty_device_cache(cls) -> Iterator[None]:
         """Usable as a context manager or a decorator."""
         yield
-        if cls.optimize_device_cache:
-            empty_device_cache()
-
-
-def empty_device_cache() -> None:
-    """Release unused cached memory of torch to the accelerator."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        if cls.optimize_device_cache and torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def random_state() -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _send(tracker: Any, logs: Mapping[str, Any], rows: list[dict[str, object]], 
 
 _USAGE = """\
 ```python
-from kedge.ext.trl.classic import {loader}
+from kedge.classic import {loader}
 
 model = {loader}.from_pretrained({name!r})
 ```
@@ -120,17 +120,10 @@ def push(
     branch: str | None = None,
     **hub_options: Any,
 ) -> Any:
-    """Upload the files that ``save`` writes to a repository, created if missing.
+    """Upload the files that ``save`` writes into a folder to a repository, created if missing.
 
-    Args:
-        save: function that writes the files into a folder.
-        repo_id: "name" or "organization/name".
-        commit_message: message of the commit.
-        branch: branch to push to; None: "main".
-        **hub_options: of ``kedge.reporting.hub.Hub``: private, token, api.
-
-    Raises:
-        HubError: the upload failed; says what to do.
+    ``branch`` None is "main"; ``hub_options`` are those of ``kedge.reporting.hub.Hub``: private,
+    token, api.
     """
     hub = Hub(repo_id, revision=branch, **hub_options)
     hub.create()

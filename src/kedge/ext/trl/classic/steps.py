@@ -254,18 +254,9 @@ class PPOSteps:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Run a model over rows, ``mini_batch_size`` at a time, in evaluation mode.
 
-        Args:
-            model: policy or reference, with a value head.
-            queries: int64 [P_i] each.
-            responses: int64 [R_i] each.
-            model_inputs: result of ``prepare_model_inputs``.
-            return_logits: whether the logits are kept.
-            response_masks: [R_i] each; 1 at trained tokens.
-
-        Returns:
-            logprobs float32 [B, T], entry t for the token at t + 1 in query and response;
-            logits float32 [B, T, V] or None; values float32 [B, T] of the states before those
-            tokens; and the mask int64 [B, T] of response tokens.
+        Returns logprobs float32 [B, T], entry t for the token at t + 1 in query and response;
+        logits float32 [B, T, V] or None; values float32 [B, T] of the states before those tokens;
+        and the mask int64 [B, T] of response tokens, of the trained ones with ``response_masks``.
         """
         set_training(model, self.config.gradient_checkpointing and torch.is_grad_enabled())
         start = self._start_token
@@ -288,16 +279,10 @@ class PPOSteps:
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards per token: minus the KL penalty, and the score at the last token of the mask.
+        """Rewards, their KL penalty part, and the KL, each float32 [B, T].
 
-        Args:
-            scores: float32 [B].
-            logprobs: float32 [B, T]; [B, T, V] with kl_penalty="full".
-            ref_logprobs: log-probabilities of the reference, in the same shape.
-            masks: [B, T].
-
-        Returns:
-            rewards, their KL penalty part, and the KL, each float32 [B, T].
+        The score [B] goes to the last token of the mask.  Log-probabilities are float32 [B, T];
+        [B, T, V] with kl_penalty="full".
         """
         pairs = zip(logprobs, ref_logprobs, strict=True)
         kls = torch.stack([self._kl_penalty(new, ref) for new, ref in pairs])
@@ -338,15 +323,8 @@ class PPOSteps:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Policy loss, value loss times ``vf_coef``, and the statistics of one mini-batch.
 
-        Args:
-            old_logprobs: float32 [B, T] of the sampling policy.
-            values: float32 [B, T] before training on the batch.
-            logits: float32 [B, T, V], for the entropy; None: reported as 0.
-            vpreds: float32 [B, T], with gradient.
-            logprobs: float32 [B, T], with gradient.
-            mask: [B, T].
-            advantages: float32 [B, T].
-            returns: float32 [B, T].
+        All [B, T], ``logprobs`` and ``vpreds`` with gradient; ``logits`` [B, T, V] are for the
+        entropy only, which is 0 with None.
         """
         mask = mask.bool()
         weight = token_mean(mask, lambda x: x)
@@ -388,9 +366,7 @@ class PPOSteps:
 
         Within ``step``, gradients accumulate and the last mini-batch takes the optimizer step.
         The gradient is the mean over the tokens of all processes; if ``loss`` is overridden, the
-        mean of its results.  Every process must call it.
-
-        Args: as for ``loss``.  Returns: its statistics.
+        mean of its results.  Every process must call it.  Returns the statistics of ``loss``.
         """
         policy, value, stats = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
@@ -407,24 +383,17 @@ class PPOSteps:
         return stats
 
     def _early_stop(self, policykl: Tensor) -> bool:
-        """Whether to stop the passes over the batch.  Every process must call it.
-
-        Args:
-            policykl: float [], KL to the sampling policy, nats per token.
-        """
+        """Whether to stop at this KL to the sampling policy; every process must call it."""
         mean = float(self.learner.all_reduce(policykl.detach().float())) / self.learner.world_size
         return self._step_limits.should_stop({"policy/policykl_avg": mean})
 
     def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
         """The statistics of an iteration, ``objective/*``, ``ppo/*`` and ``tokens/*``.
 
-        They cover the rows of this process; ``gather_stats`` averages over processes.
-
-        Args:
-            kl_coef: KL coefficient used.
-            **data: scores [B]; logprobs, ref_logprobs, non_score_reward, masks and kls [B, T];
-                queries and responses; train_stats, one result of ``train_minibatch``, a list
-                of them, or their values stacked, [n, 1] each.
+        They cover the rows of this process; ``gather_stats`` averages over processes.  ``data``:
+        scores [B]; logprobs, ref_logprobs, non_score_reward, masks and kls [B, T]; queries and
+        responses; train_stats, one result of ``train_minibatch``, a list of them, or their values
+        stacked, [n, 1] each.
         """
         train_stats = data.pop("train_stats")
         train = over_steps(train_stats if isinstance(train_stats, list) else [train_stats])

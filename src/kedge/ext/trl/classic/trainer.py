@@ -35,7 +35,6 @@ from kedge.ext.trl.classic.config import AdaptiveKLController, FixedKLController
 from kedge.ext.trl.classic.core import (
     PPODecorators,
     convert_to_scalar,
-    empty_device_cache,
     random_state,
     set_random_state,
     set_seed,
@@ -106,12 +105,7 @@ class PPOTrainer(PPOSteps):
         training_data_collator: pads rows for the forward passes of ``step``, which then runs step
             by step as if ``prepare_model_inputs`` was overridden; None: rows are packed without
             padding, which is faster.
-
-    Raises:
-        ConfigError: an invalid argument, or an override that is not supported.
     """
-
-    _signature_columns: list[str] | None = None
 
     def __init__(
         self,
@@ -169,7 +163,6 @@ class PPOTrainer(PPOSteps):
             )
         self.highest_reward: float | None = None
         self._since_best = 0
-        PPODecorators.optimize_device_cache = config.optimize_device_cache
 
     def _engine_options(self) -> dict[str, Any]:
         """The engine's options from ``config``, which may change between steps."""
@@ -236,10 +229,6 @@ class PPOTrainer(PPOSteps):
         """Shuffled batches of ``batch_size`` rows; an incomplete last batch is dropped.
 
         A dataset with a text column "query" and no "input_ids" is tokenized.
-
-        Raises:
-            ConfigError: ``dataset`` is not a dataset.
-            DataError: fewer rows than ``batch_size``, or neither "input_ids" nor "query".
         """
         kinds = "a datasets.Dataset or a torch Dataset"
         check_kind("dataset", dataset, Dataset | TorchDataset, kinds)
@@ -270,18 +259,12 @@ class PPOTrainer(PPOSteps):
             drop_last=True,
         )
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """Fill ``_signature_columns`` with the columns that the model or the loop reads."""
-        if self._signature_columns is None:
-            read = inspect.signature(self.model.pretrained_model.forward).parameters
-            self._signature_columns = [*read, "input_ids", "label", "query", "response"]
-
     def _remove_unused_columns(self, dataset: Dataset) -> Dataset:
         """The dataset without unused columns, if ``remove_unused_columns``."""
         if not self.config.remove_unused_columns:
             return dataset
-        self._set_signature_columns_if_needed()
-        read = self._signature_columns or ()
+        read = {*inspect.signature(self.model.pretrained_model.forward).parameters}
+        read |= {"input_ids", "label", "query", "response"}
         return dataset.remove_columns([n for n in dataset.column_names if n not in read])
 
     # Sampling
@@ -402,9 +385,6 @@ class PPOTrainer(PPOSteps):
 
         Returns:
             The statistics listed in ``docs/classic.md``: floats, and numpy arrays per token.
-
-        Raises:
-            DataError: a list has the wrong length, or a tensor the wrong shape.
         """
         self._recorder.begin()
         c = self.config
@@ -437,9 +417,9 @@ class PPOTrainer(PPOSteps):
             stats = self._fast_step(samples, scaled)
         for weight in self.model.parameters():  # zero gradients, as accelerate leaves them
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-        if c.optimize_device_cache:
-            empty_device_cache()
-        return {name: stats[name] for name in KEYS if name in stats} | stats
+        PPODecorators.optimize_device_cache = c.optimize_device_cache
+        with PPODecorators.empty_device_cache():
+            return {name: stats[name] for name in KEYS if name in stats} | stats
 
     def _fast_step(self, samples: Samples, scores: RewardOutput) -> dict[str, Any]:
         """One iteration by the training engine: rows packed without padding, logits never kept."""
@@ -499,13 +479,9 @@ class PPOTrainer(PPOSteps):
         rewards: list[Tensor] | Tensor,
         columns_to_log: Iterable[str] = ("query", "response"),
     ) -> None:
-        """Send statistics and a table of the batch to the trackers of ``log_with``.
+        """Send the result of ``step`` and a table of the batch to the trackers of ``log_with``.
 
-        Args:
-            stats: result of ``step``.
-            batch: columns of the batch, including ``columns_to_log``.
-            rewards: one number per row; rewards per token are summed.
-            columns_to_log: columns of the table ``game_log``.
+        ``columns_to_log`` are the columns of the table ``game_log``; rewards per token are summed.
         """
         columns = list(columns_to_log)
         log_batch(self.accelerator, stats, batch, rewards, columns, step=self.current_step)
@@ -514,14 +490,9 @@ class PPOTrainer(PPOSteps):
         """Write everything needed to resume exactly to ``output_dir/checkpoint-N``.
 
         Saves policy, value head, optimizer, schedule, KL coefficient, running moments and the
-        random states of Python, numpy and torch.  Every process calls it.
-
-        Args:
-            output_dir: created if missing; None only in a class that also inherits from
-                ``transformers.Trainer``, whose ``save_state`` is then called.
-
-        Returns:
-            The checkpoint's folder.
+        random states of Python, numpy and torch, and returns the checkpoint's folder.  Every
+        process calls it.  Without ``output_dir`` it is ``transformers.Trainer.save_state``, for a
+        class that inherits from both.
         """
         if output_dir is None:
             parent_save = getattr(super(), "save_state", None)
@@ -547,11 +518,7 @@ class PPOTrainer(PPOSteps):
         )
 
     def load_state(self, folder: str | Path) -> None:
-        """Resume from ``save_state``; ``folder`` is a checkpoint or contains checkpoints.
-
-        Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or belongs to another model.
-        """
+        """Resume from ``save_state``; ``folder`` is a checkpoint or contains checkpoints."""
         path, total = Path(folder), self.learner.all_reduce
         if path.name.startswith("checkpoint-"):
             checkpoint.load_one(path, self._restore)
@@ -597,16 +564,10 @@ class PPOTrainer(PPOSteps):
         push_to_hub: bool = False,
         **push_kwargs: Any,
     ) -> None:
-        """Write model, value head, tokenizer and model card.
+        """Write model, value head, tokenizer and model card; with ``push_to_hub`` upload them, too.
 
         Only the main process writes; the others return immediately, so all processes or only the
-        main one may call it.
-
-        Args:
-            save_directory: created if missing.
-            repo_id: repository for ``push_to_hub``; None: the folder's name.
-            push_to_hub: also upload it.
-            **push_kwargs: arguments of ``push_to_hub``.
+        main one may call it.  ``repo_id`` is the folder's name by default.
         """
         if not self.accelerator.is_main_process:
             return
@@ -646,12 +607,7 @@ class PPOTrainer(PPOSteps):
             self.push_to_hub(**push_options)
 
     def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
-        """Write ``README.md``: the model, how to load it, and its training options.
-
-        Args:
-            path: folder, created if missing.
-            model_name: heading of the card.
-        """
+        """Write ``README.md`` into a folder: the model, how to load it, and its options."""
         Path(path).mkdir(parents=True, exist_ok=True)
         text = model_card(self.config, model_name, loader=type(self.model).__name__)
         (Path(path) / "README.md").write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Kedge under TRL's names, for programs that import them from ``trl``.
 
-    import kedge.ext.trl.compat
+    import kedge.compat
 
     kedge.compat.install("trl-0.11")  # before the program's imports
     from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
@@ -83,9 +83,8 @@ def install(
 ) -> None:
     """Make ``trl`` importable with the names of an API that Kedge has.
 
-    Names that the installed TRL has stay TRL's, unless ``replace`` is set.  In a
-    ``HfArgumentParser`` of transformers, flags that a dataclass of the program declares are its
-    own, also where Kedge's config has a field of that name.  For "trl-0.11" also restores what
+    In a ``HfArgumentParser`` of transformers, flags that a dataclass of the program declares are
+    its own, also where Kedge's config has a field of that name.  "trl-0.11" also restores what
     transformers dropped since (``older_transformers``).
 
     Args:
@@ -97,9 +96,6 @@ def install(
         report_version: version of TRL that programs see; None: the installed one, or
             the newest of the API where it is not installed.
         transformers4: ``apply_chat_template`` returns token ids, as in transformers 4.
-
-    Raises:
-        ConfigError: an unknown API, or another one is installed already.
     """
     if api not in APIS:
         raise ConfigError(f"api={api!r} must be one of {', '.join(APIS)}")

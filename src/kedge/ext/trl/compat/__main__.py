@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import logging
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,53 +14,20 @@ from kedge.ext.trl.compat import APIS, install
 from kedge.records.errors import OptionError
 
 logger = logging.getLogger(__name__)
-_MOST_FILES = 500  # that are read to find the API
 _OLDER_MARKS = ("rloo_k", "ref_policy=")
 _STEP_MARKS = ("WithValueHead", "trl.core", "PPOv2", ".rloo_trainer")
 
 
 def detect_api(script: Path) -> str:
-    """The API that a script and the local modules that it imports use."""
-    folders = [script.resolve().parent, Path.cwd(), script.resolve().parent.parent]
-    texts: dict[Path, str] = {}
-    waiting = [script]
-    while waiting and len(texts) < _MOST_FILES:
-        file = waiting.pop(0).resolve()
-        if file not in texts:
-            texts[file] = file.read_text(encoding="utf-8", errors="replace")
-            waiting += _imported(file, texts[file], folders)
-    text = "\n".join(texts.values())
+    """The API that a script uses, by the names in it."""
+    text = script.read_text(encoding="utf-8", errors="replace")
     if "trl.experimental" not in text and any(x in text for x in _STEP_MARKS):
         return "trl-0.11"
     return "trl-0.21" if any(x in text for x in _OLDER_MARKS) else "trl-1.12"
 
 
-def _imported(file: Path, text: str, folders: Sequence[Path]) -> Iterator[Path]:
-    """The files below ``folders`` that a module imports."""
-    try:
-        nodes = [*ast.walk(ast.parse(text))]
-    except (SyntaxError, ValueError):  # running the program says it better
-        return
-    for node in nodes:
-        names, roots = [], folders
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = [node.module] if node.module else []
-            names = [".".join(module), *(".".join([*module, a.name]) for a in node.names)]
-            roots = [file.parents[node.level - 1]] if node.level else folders
-        for name in (name for name in names if name and name.split(".")[0] != "trl"):
-            paths = (root.joinpath(*name.split(".")) for root in roots)
-            files = (x for path in paths for x in (path.with_suffix(".py"), path / "__init__.py"))
-            yield from [x for x in files if x.is_file()][:1]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None: those of the process.
-    """
+    """Run the command line; ``argv`` None: the arguments of the process."""
     parser = argparse.ArgumentParser(prog="python -m kedge.compat", description=__doc__)
     run = parser.add_subparsers(required=True).add_parser("run", help="run a script or module")
     run.add_argument("--api", choices=["auto", *APIS], default="auto", help="auto: by the script")

@@ -37,10 +37,7 @@ PPOConfig = make_dataclass(
     ],
     bases=(TrainingArguments,),
 )
-PPOConfig.__doc__ = """The options of TRL's ``PPOConfig``, without checks.
-
-The trainer passes them on to ``kedge.PPOConfig``, which checks them.
-"""
+PPOConfig.__doc__ = "The options of TRL's ``PPOConfig``, which ``kedge.PPOConfig`` checks later."
 
 
 def to_kedge_config(args: Any) -> kedge.PPOConfig:
@@ -60,20 +57,9 @@ class PPOTrainer(Trainer):
     """A ``transformers.Trainer`` whose ``train`` is that of ``kedge.PPOTrainer``.
 
     Its attributes and ``save_model`` are those of ``transformers.Trainer``, so that a subclass may
-    rely on them; checkpoints, logs and evaluation are Kedge's.
-
-    Args:
-        args: a ``PPOConfig`` of this module, or a ``kedge.PPOConfig``.
-        processing_class: the tokenizer.
-        model: the policy.
-        ref_model: the reference; None: a frozen copy, or the base of a new adapter.
-        reward_model: sequence classification with one label.
-        train_dataset: prompts, in any form that ``data_collator`` accepts.
-        value_model: sequence classification with one label.
-        data_collator: makes ``input_ids`` and ``attention_mask``; None: rows contain them.
-        eval_dataset: prompts to evaluate on.
-        callbacks: transformers' callbacks.
-        peft_config: trains an adapter instead of the weights.
+    rely on them; checkpoints, logs and evaluation are Kedge's.  The arguments are those of
+    ``kedge.PPOTrainer``; ``args`` may be a ``PPOConfig`` of this module, and ``data_collator``
+    makes ``input_ids`` and ``attention_mask``, which rows contain without it.
     """
 
     def __init__(
