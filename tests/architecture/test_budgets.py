@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Raw lines, docstrings included.
-TOTALS = {"src": 50_300, "tests": 44_000}
+TOTALS = {"src": 49_200, "tests": 43_900}
 
 
 @pytest.mark.parametrize("folder", TOTALS)
