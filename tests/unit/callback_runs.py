@@ -7,7 +7,6 @@ from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
 from kedge.loop.loop import Engine
-from kedge.reporting.base import BestEffortWriter
 from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks.checkpoints import Checkpoints
 from kedge.trainers.hooks.evaluations import Evaluations
@@ -129,21 +128,15 @@ class Run:
         return metrics
 
     def begin(self):
-        parts = {"args": self.args, "callbacks": self.callbacks}
-        length = self.engine.batch_sizes.epoch_length
-        epochs = self.max_steps / length
+        parts = {
+            **{"trainer": self, "args": self.args, "engine": self.engine, "eval_sets": [1]},
+            **{"learner": self.learner, "callbacks": self.callbacks, "tokenizer": None},
+            **{"metric_names": lambda row: {}, "fresh_reference": True},
+        }
+        epochs = self.max_steps / self.engine.batch_sizes.epoch_length
         self.callbacks.begin(max_steps=self.max_steps, epochs=epochs, batch_size=8)
-        logging = Logging(
-            **parts,
-            learner=self.learner,
-            metric_names=lambda row: {},
-            epoch_length=length,
-            best_effort=BestEffortWriter(),
-            clock=iter(range(1000)).__next__,
-        )
-        parts |= {"trainer": self, "engine": self.engine}
-        evaluations = Evaluations(**parts, sets=[1], tokenizer=None, metric_names=lambda row: {})
-        self.engine.hooks = [logging, evaluations, Saving(**parts, learner=self.learner)]
+        logging = Logging(**parts, clock=iter(range(1000)).__next__)
+        self.engine.hooks = [logging, Evaluations(**parts), Saving(**parts)]
         return logging
 
     def train(self, resume=None):

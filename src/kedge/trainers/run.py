@@ -16,22 +16,17 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from kedge.checkpoint import checkpoint
-from kedge.config.base import OnPolicyConfig
-from kedge.learner.learner import HFLearner
-from kedge.loop.loop import Engine
 from kedge.output import share_weights
 from kedge.records.errors import CheckpointError, way_out
 from kedge.records.protocols import EngineInfo, Hook, read_info
 from kedge.records.types import Sampling
-from kedge.reporting.base import BestEffortWriter, required_write
+from kedge.reporting.base import required_write
 from kedge.reporting.responses import IntervalSchedule, TokenLog
-from kedge.trainers.assembly.setup import EvalSet
-from kedge.trainers.hf_callbacks import Callbacks
 from kedge.trainers.hooks.checkpoints import Checkpoints
 from kedge.trainers.hooks.evaluations import Evaluations
 from kedge.trainers.hooks.logging import Logging
+from kedge.trainers.hooks.parts import RunParts
 from kedge.trainers.hooks.warnings import Warnings
-from kedge.trainers.spec import MetricNames
 
 VALUE_FOLDER = "value_model"
 
@@ -42,7 +37,7 @@ def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class Run:
+class Run(RunParts):
     """The engine of a Trainer-style trainer, and its hooks: what happens beside training.
 
     Order within one iteration, as in ``transformers.Trainer``: on_step_begin; per optimizer step
@@ -51,30 +46,12 @@ class Run:
     requested actions.
     """
 
-    trainer: Any  # evaluates and saves models, perhaps with methods that a subclass overrides
-    args: OnPolicyConfig
-    engine: Engine
-    learner: HFLearner
-    callbacks: Callbacks
-    eval_sets: list[EvalSet]
-    tokenizer: Any
-    fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
-    metric_names: MetricNames
     check_prompts: Callable[[list[Any]], None] | None = None  # columns that environments read
-    best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
     _playing: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        shared: dict[str, Any] = {
-            name: getattr(self, name) for name in ("trainer", "args", "engine", "callbacks")
-        }
-        self.checkpoints = Checkpoints(**shared, learner=self.learner)
-        self.evaluations = Evaluations(
-            **shared,
-            sets=self.eval_sets,
-            tokenizer=self.tokenizer,
-            metric_names=self.metric_names,
-        )
+        self.checkpoints = Checkpoints(**self.parts)
+        self.evaluations = Evaluations(**self.parts)
 
     def train(self, resume: str | Path | bool | None) -> TrainOutput:
         """Train all iterations, or until a callback stops the run.
@@ -85,7 +62,7 @@ class Run:
         checkpoints.tidy(new_run=not resume)
         resumed = checkpoints.resume(resume) if resume else None
         logging = self._open(resumed)
-        state = callbacks.state
+        state = self.state
         if resumed is None:
             if state.is_world_process_zero:
                 from kedge.reporting.trackers import log_prompt_lengths
@@ -135,7 +112,7 @@ class Run:
         from kedge.reporting.trackers import ConsoleTracker, build_trackers, link
 
         engine, sizes, args = self.engine, self.engine.batch_sizes, self.args
-        state, handler, screen = self.callbacks.state, self.callbacks.handler, None
+        state, handler, screen = self.state, self.callbacks.handler, None
         if state.is_world_process_zero:
             screen = ConsoleTracker(
                 sizes.iterations,
@@ -171,24 +148,8 @@ class Run:
         self.evaluations.schedule = schedule = IntervalSchedule(
             args, iterations=sizes.iterations, iterations_per_epoch=sizes.epoch_length
         )
-        warnings = Warnings(
-            args=args,
-            engine=engine,
-            state=state,
-            tokenizer=self.tokenizer,
-            fresh_reference=self.fresh_reference,
-            screen=screen,
-        )
-        logging = Logging(
-            args=args,
-            learner=self.learner,
-            callbacks=self.callbacks,
-            metric_names=self.metric_names,
-            epoch_length=sizes.epoch_length,
-            best_effort=self.best_effort,
-            screen=screen,
-            recorder=recorder,
-        )
+        warnings = Warnings(**self.parts, screen=screen)
+        logging = Logging(**self.parts, screen=screen, recorder=recorder)
         hooks: list[Hook] = [logging, warnings, self.evaluations, self.checkpoints]
         if args.output_dir and schedule.tokens_every is not None:
             token_log = TokenLog(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +11,14 @@ from typing import Any
 import torch
 
 from kedge.checkpoint import checkpoint
-from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import resume_values
 from kedge.data import DatasetPrompts
-from kedge.learner.learner import HFLearner
-from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.records.errors import CheckpointError, ConfigError
 from kedge.records.protocols import Hook
 from kedge.records.types import StepReport
-from kedge.trainers.hf_callbacks import Callbacks, share_control
-
-logger = logging.getLogger(__name__)
+from kedge.trainers.hf_callbacks import share_control
+from kedge.trainers.hooks.parts import RunParts
 
 
 def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
@@ -39,14 +34,9 @@ def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
 
 
 @dataclass(kw_only=True)
-class Checkpoints(Hook):
+class Checkpoints(RunParts, Hook):
     """The last hook: it also tells the loop that a callback or a signal stops the run."""
 
-    trainer: Any  # saves the models, perhaps with a method that a subclass overrides
-    args: OnPolicyConfig
-    engine: Engine
-    learner: HFLearner
-    callbacks: Callbacks
     shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
     last: int = 0  # iterations in the newest checkpoint, or when ``train`` was called
 
@@ -68,7 +58,7 @@ class Checkpoints(Hook):
         control = self.callbacks.control
         if self.shutdown.requested:
             control.should_training_stop = True
-            control.should_save |= self.last < self.callbacks.state.global_step
+            control.should_save |= self.last < self.state.global_step
         if self.learner.world_size > 1:  # an evaluation may have taken minutes
             share_control(control, self.learner.all_reduce)
         if control.should_save and self.args.output_dir:
@@ -84,16 +74,16 @@ class Checkpoints(Hook):
         since = f"training stopped after iteration {step} with {type(error).__name__}"
         if not args.output_dir or args.save_strategy == "no":
             why = "save_strategy='no'" if args.output_dir else "output_dir is not set"
-            self._warn(
+            self.warn(
                 f"{since}; no checkpoint is written because {why}: unsaved iterations are lost"
             )
             return
         try:
             folder = self.save()
         except Exception as other:
-            self._warn(f"{since}, and saving a checkpoint failed: {other}")
+            self.warn(f"{since}, and saving a checkpoint failed: {other}")
             return
-        self._warn(
+        self.warn(
             f"{since}; the models are in {folder} (save_only_model=True)"
             if args.save_only_model
             else f"{since}; no completed iteration is lost. Fix the cause and resume from {folder}"
@@ -101,15 +91,11 @@ class Checkpoints(Hook):
             " line"
         )
 
-    def _warn(self, message: str) -> None:
-        if self.callbacks.state.is_world_process_zero:
-            logger.warning("%s", message)
-
     # -- writing --------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Write ``checkpoint-N``, and remove the oldest ones beyond ``save_total_limit``."""
-        state = self.callbacks.state
+        state = self.state
         best = self.root / f"checkpoint-{state.best_global_step}"
         if state.best_global_step == state.global_step or best.is_dir():
             state.best_model_checkpoint = str(best)
@@ -141,7 +127,7 @@ class Checkpoints(Hook):
 
     def _write_models(self, folder: Path) -> None:
         self.trainer.save_model(str(folder), _internal_call=True)
-        if self.callbacks.state.is_world_process_zero:
+        if self.state.is_world_process_zero:
             self.callbacks.write_state(folder)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -229,7 +215,7 @@ class Checkpoints(Hook):
 
     def load_best(self) -> None:
         """Load the weights of the best checkpoint, with ``load_best_model_at_end``."""
-        best = self.callbacks.state.best_model_checkpoint
+        best = self.state.best_model_checkpoint
         if not self.args.load_best_model_at_end or best is None:
             return
         saved = checkpoint.load(best)

@@ -5,42 +5,31 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from kedge.config.base import OnPolicyConfig
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
-from kedge.loop.loop import Engine
 from kedge.records.errors import CheckpointError
 from kedge.records.protocols import Hook
 from kedge.records.types import StepReport
 from kedge.reporting.responses import IntervalSchedule, completion_rows
 from kedge.trainers.assembly.setup import EvalSet
-from kedge.trainers.hf_callbacks import Callbacks
-from kedge.trainers.spec import MetricNames
+from kedge.trainers.hooks.parts import RunParts
 
 TEMPERATURE = 0.01  # arXiv:2403.17031 evaluates nearly greedily
 TABLE_ROWS = 5  # rows per table of a training batch
 
 
 @dataclass(kw_only=True)
-class Evaluations(Hook):
+class Evaluations(RunParts, Hook):
     """Scores of evaluation prompts, and tables of completions."""
 
-    trainer: Any  # evaluates, perhaps with a method that a subclass overrides
-    args: OnPolicyConfig
-    engine: Engine
-    callbacks: Callbacks
-    sets: list[EvalSet]
-    tokenizer: Any
-    metric_names: MetricNames
     schedule: IntervalSchedule | None = None  # of tables during training
 
     def on_step_end(self, report: StepReport) -> None:
         """Show a table if it is due, and evaluate if a callback asks for it."""
         if self.schedule is not None and self.schedule.samples(report.step):
-            if self.sets:
+            if self.eval_sets:
                 self.generate_completions(sampling=True)
             else:  # the batch just trained on
                 sample = (report.rollout, report.reward_output)
@@ -51,7 +40,7 @@ class Evaluations(Hook):
 
     def on_epoch_end(self) -> None:
         """Evaluate if a callback asks for it."""
-        if self.callbacks.control.should_evaluate and self.sets:
+        if self.callbacks.control.should_evaluate and self.eval_sets:
             best = self.callbacks.note_best(self.trainer.evaluate())
             if self.args.save_strategy == "best":
                 self.callbacks.control.should_save = best
@@ -79,7 +68,7 @@ class Evaluations(Hook):
         """Sample nearly greedily from evaluation prompts, or else from training prompts."""
         source, rows = self.engine.source, self.engine.batch_sizes.batch_size
         training = EvalSet(prefix="", source=source, batches=1, rows=rows)
-        eval_set = self.sets[0] if self.sets else training
+        eval_set = self.eval_sets[0] if self.eval_sets else training
         evaluation = self._sample_eval_set(eval_set, 1 if sampling else eval_set.batches)
         table = completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
         self.show_table(table, "completions")
@@ -103,7 +92,7 @@ class Evaluations(Hook):
                 earlier[row["query"]] += 1
             rows = [rows[i] for i in sorted(range(len(rows)), key=order.__getitem__)]
             rows = rows[: len(earlier) if unique else most][:most]
-        if rows and self.callbacks.state.is_world_process_zero:
+        if rows and self.state.is_world_process_zero:
             self.callbacks.tracker.table(name, rows, step=self.engine.step)
 
     def _accuracy(self, eval_set: EvalSet, evaluation: Evaluation) -> dict[str, float]:
@@ -113,8 +102,8 @@ class Evaluations(Hook):
             per_prompt = self.args.num_generations_eval or 1
             metrics = solve_rates(evaluation.scores, per_prompt=per_prompt, success=success)
         # A dataset passed to evaluate() has no initial scores.
-        if self.args.eval_against_start and eval_set in self.sets:
-            initial, scores = self.callbacks.state.initial_scores, evaluation.scores
+        if self.args.eval_against_start and eval_set in self.eval_sets:
+            initial, scores = self.state.initial_scores, evaluation.scores
             if self.engine.step == 0:
                 initial[eval_set.prefix] = scores.tolist()
             before = torch.tensor(initial.get(eval_set.prefix, []), dtype=torch.float64)

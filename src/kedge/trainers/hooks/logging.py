@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kedge.config.base import OnPolicyConfig
-from kedge.learner.learner import HFLearner
 from kedge.records.protocols import Hook
 from kedge.records.types import RewardOutput, Rollout, StepReport
-from kedge.reporting.base import BestEffortWriter
-from kedge.trainers.hf_callbacks import Callbacks, merge_rows, share_control
-from kedge.trainers.spec import MetricNames
+from kedge.trainers.hf_callbacks import merge_rows, share_control
+from kedge.trainers.hooks.parts import RunParts
 
 if TYPE_CHECKING:
     from kedge.checkpoint.replay import RolloutRecorder
@@ -26,26 +23,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Logging(Hook):
+class Logging(RunParts, Hook):
     """Comes before the hooks that act on what it counts and what callbacks decide.
 
     A row covers the iterations since the last one, which are ``state.pending``.
     """
 
-    args: OnPolicyConfig
-    learner: HFLearner
-    callbacks: Callbacks
-    metric_names: MetricNames
-    epoch_length: float  # iterations of one pass over the prompts
-    best_effort: BestEffortWriter
     screen: ConsoleTracker | None = None  # on rank 0
     recorder: RolloutRecorder | None = None
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
-        state = self.callbacks.state
-        self._begin, self._first_episode = self.clock(), state.episode
-        self._first_step = state.global_step + 1
+        self._begin, self._first_episode = self.clock(), self.state.episode
+        self._first_step = self.state.global_step + 1
 
     def on_epoch_begin(self) -> None:
         """Forward the event."""
@@ -67,9 +57,9 @@ class Logging(Hook):
 
     def on_step_end(self, report: StepReport) -> None:
         """Count the iteration, let callbacks decide, and log if one asks for it."""
-        state, every = self.callbacks.state, self.args.torch_empty_cache_steps
+        state, every = self.state, self.args.torch_empty_cache_steps
         state.global_step = report.step
-        state.epoch = report.step / self.epoch_length
+        state.epoch = report.step / self.engine.batch_sizes.epoch_length
         state.episode = int(report.metrics.get("episode", state.episode))
         state.loss_sum += report.metrics.get("loss", 0.0)
         row = {**report.metrics, **self._measure(report)}
@@ -103,16 +93,16 @@ class Logging(Hook):
                 "should_training_stop to end training",
                 stacklevel=3,
             )
-        if control.should_log and self.callbacks.state.pending:
+        if control.should_log and self.state.pending:
             self.callbacks.log(self.take_pending())
 
     def take_pending(self) -> dict[str, float]:
         """Take the pending iterations and return their mean."""
-        rows, self.callbacks.state.pending = self.callbacks.state.pending, []
+        rows, self.state.pending = self.state.pending, []
         return merge_rows(rows)
 
     def _measure(self, report: StepReport) -> dict[str, float]:
-        state, args = self.callbacks.state, self.args
+        state, args = self.state, self.args
         elapsed = max(self.clock() - self._begin, 1e-9)
         metrics: dict[str, float] = {"eps": (state.episode - self._first_episode) / elapsed}
         if "rollout/tokens" in report.metrics:

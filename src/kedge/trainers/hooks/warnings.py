@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kedge import plugins
-from kedge.config.base import OnPolicyConfig
-from kedge.loop.loop import Engine
 from kedge.records.protocols import Hook
 from kedge.records.types import RewardOutput, Rollout, StepReport
 from kedge.trainers.advice import (
@@ -22,23 +19,16 @@ from kedge.trainers.advice import (
     Iteration,
     preflight,
 )
-from kedge.trainers.hf_callbacks import RunState
+from kedge.trainers.hooks.parts import RunParts
 
 if TYPE_CHECKING:
     from kedge.reporting.trackers import ConsoleTracker
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(kw_only=True)
-class Warnings(Hook):
+class Warnings(RunParts, Hook):
     """Each rule warns once in a call of ``train``, on rank 0."""
 
-    args: OnPolicyConfig
-    engine: Engine
-    state: RunState
-    tokenizer: Any
-    fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     screen: ConsoleTracker | None = None  # on rank 0
     known: set[str] = field(default_factory=set)  # rules that have warned
     _last: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=MUCH_NOISE))
@@ -94,8 +84,3 @@ class Warnings(Hook):
         rows = [row for row in self.state.log_history if "objective/scores" in row]
         for text in examine(rows, self.known):
             self.warn(text)
-
-    def warn(self, message: str) -> None:
-        """Log a warning on rank 0."""
-        if self.state.is_world_process_zero:
-            logger.warning("%s", message)
