@@ -34,7 +34,7 @@ from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL, StepControl, StepLimits
 from kedge.loop.loop import Engine as Loop
 from kedge.loop.stages import EpochPlan, make_experience, micro_batches, optimize
-from kedge.loop.updater import Hooks, StepReport, Updater
+from kedge.loop.updater import Updater
 from kedge.math.advantage import (
     gae,
     group_mean,
@@ -49,7 +49,7 @@ from kedge.math.ratios import Correction, importance_weights
 from kedge.math.rewards import overlong_penalty, place_score
 from kedge.models.fingerprint import fingerprint
 from kedge.models.value_head import scalar_model
-from kedge.records.protocols import PromptSource, RewardSource, RolloutEngine
+from kedge.records.protocols import Hook, PromptSource, RewardSource, RolloutEngine
 from kedge.records.types import (
     AdvantageOutput,
     Experience,
@@ -63,6 +63,7 @@ from kedge.records.types import (
     Rollout,
     Sample,
     Sampling,
+    StepReport,
 )
 from kedge.rewards.model import RewardModel
 from kedge.rollout.embedded.engine import EmbeddedEngine
@@ -75,7 +76,7 @@ __all__ += ["Loss", "Receipt"]
 __all__ += ["DatasetPrompts", "EmbeddedEngine", "FrozenModel", "Learner", "LearnerSettings"]
 __all__ += ["PromptSource", "RewardModel", "RewardSource", "RolloutEngine", "fingerprint"]
 __all__ += ["AdaptiveKL", "BatchSizes", "Correction", "EntropyBonus", "EpochPlan", "FixedKL"]
-__all__ += ["Hooks", "Loop", "StepControl", "StepLimits", "StepReport", "Updater"]
+__all__ += ["Hook", "Loop", "StepControl", "StepLimits", "StepReport", "Updater"]
 __all__ += ["compute_batch_sizes", "make_experience", "micro_batches", "optimize", "scalar_model"]
 # Algorithms: parts that they share, and transforms.
 __all__ += ["Algorithm", "group_advantages", "policy_metrics", "policy_terms", "reference_kl"]

@@ -243,7 +243,7 @@ def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str, presses
         calls.append(threading.current_thread().name)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-            while not made._run.shutdown.requested:
+            while not made._run.checkpoints.shutdown.requested:
                 time.sleep(0.01)
             if presses == 2:
                 os.kill(os.getpid(), signal.SIGINT)

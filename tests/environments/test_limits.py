@@ -266,7 +266,7 @@ def test_the_critic_of_episodes_is_a_separate_model(options: dict[str, Any], wei
 def test_a_large_model_is_told_of_the_recipe_which_a_run_then_has(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
+    monkeypatch.setattr("kedge.trainers.advice.LARGE", 1)
     ppo(lambda: Once("w9"))
     told = [r.getMessage() for r in caplog.records if "recipe('agent')" in r.getMessage()]
     assert len(told) == 1

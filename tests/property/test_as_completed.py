@@ -13,10 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.loop.updater import StepReport
 from kedge.records.errors import CheckpointError, SyncError
 from kedge.records.protocols import EngineInfo, read_info
-from kedge.records.types import PromptBatch, Receipt, Rollout, Sample, Sampling, group_rows
+from kedge.records.types import (
+    PromptBatch,
+    Receipt,
+    Rollout,
+    Sample,
+    Sampling,
+    StepReport,
+    group_rows,
+)
 from kedge.rollout.engines import RankGroups
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import join_groups
@@ -311,7 +318,8 @@ def threads(
             if saved[rank] is not None:
                 run.load_state_dict(saved[rank][0])
                 run.restore(saved[rank][1])
-            run.hooks = hooks = Checkpoints(run, every=every, stop=stop)  # noqa: B023
+            hooks = Checkpoints(run, every=every, stop=stop)  # noqa: B023
+            run.hooks = [hooks]
             with contextlib.suppress(Broken):
                 run.run(updates)
             return run, hooks.saved
@@ -410,7 +418,8 @@ def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> 
 
     run, learner = writing(1, [Wide(random.Random(0), 0.0)], 3), Full()
     run.learner = learner  # type: ignore[assignment]
-    run.hooks = hooks = Evaluates(run, every=99, stop=99)
+    hooks = Evaluates(run, every=99, stop=99)
+    run.hooks = [hooks]
     with pytest.raises(SyncError, match="the store is full"):
         run.run(4)
     assert hooks.saved is not None

@@ -16,8 +16,16 @@ import pytest
 import torch
 
 from kedge.loop.loop import Engine
-from kedge.loop.updater import Hooks, StepReport
-from kedge.records.types import PromptBatch, Receipt, RewardOutput, Rollout, Sample, Sampling
+from kedge.records.protocols import Hook
+from kedge.records.types import (
+    PromptBatch,
+    Receipt,
+    RewardOutput,
+    Rollout,
+    Sample,
+    Sampling,
+    StepReport,
+)
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
 SCHEDULES = 2_500  # 10,000 pass, too, in four times the time
@@ -115,7 +123,7 @@ class Run(Engine):
         return {}
 
 
-class Checkpoints(Hooks):
+class Checkpoints(Hook):
     """Keeps state and what is in flight every few updates, and stops where a schedule says."""
 
     def __init__(self, run: Run, every: int, stop: int) -> None:
@@ -143,7 +151,7 @@ def engine(lag: int, sampler: Sampler) -> Run:
         learner=Learner(),  # type: ignore[arg-type]
         algorithm=SimpleNamespace(needs_greedy=False, resample=0, min_group=1, name="none"),  # type: ignore[arg-type]
         kl=SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None),  # type: ignore[arg-type]
-        batch_sizes=SimpleNamespace(group=1),  # type: ignore[arg-type]
+        batch_sizes=SimpleNamespace(group=1, epoch_length=9),  # type: ignore[arg-type]
         sampling=Sampling(max_new_tokens=1),
         max_lag=lag,
     )
@@ -175,7 +183,7 @@ def schedule(number: int, *, rescue: bool = False) -> tuple[int, int, list[tuple
             if rescue
             else Checkpoints(run, every=rng.randint(1, 3), stop=rng.randint(1, 12))
         )
-        run.hooks = hooks
+        run.hooks = [hooks]
         try:
             run.run(updates)
         except Broken:

@@ -1,13 +1,16 @@
 """A loop without models for tests of callbacks, and callbacks that watch or stop it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 from transformers import TrainerCallback, TrainingArguments
 
 from kedge.checkpoint import checkpoint
-from kedge.loop.updater import StepReport
-from kedge.trainers import run
+from kedge.loop.loop import Engine
 from kedge.trainers.hf_callbacks import Callbacks
+from kedge.trainers.hooks.checkpoints import Checkpoints
+from kedge.trainers.hooks.evaluations import Evaluations
+from kedge.trainers.hooks.logging import Logging
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
@@ -51,26 +54,71 @@ def args(folder, **kwargs):
     return TrainingArguments(output_dir=str(folder), **(defaults | kwargs))
 
 
-class Run(run.Run):
+class Loop(Engine):
+    """The real loop, without anything to sample or train."""
+
+    def __init__(self, learner, sizes):
+        self.learner, self.batch_sizes, self.clock, self.max_lag = learner, sizes, float, 0
+        self.rollout_engine, self.step, self.state_consistent = Nothing(), 0, True
+        self.scheduler, self.hooks = Nothing(), ()
+
+    def _collector(self):
+        return None
+
+    def _next_sample(self):
+        return SimpleNamespace(rollout=None, reward_output=None)
+
+    def _weight_update(self):
+        return None
+
+    def train_on(self, sample, *, begin=None):
+        for hook in self.hooks:
+            hook.on_optimizer_step()
+        self.step += 1
+        return {
+            "objective/scores": float(self.step),
+            "episode": self.step * 8.0,
+            "lr": 2 / 2**self.step,
+        }
+
+
+class Nothing:
+    """An engine and a scheduler with nothing to do."""
+
+    logprob_kind = "none"
+
+    def open(self, step, until):
+        return nullcontext()
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+class Saving(Checkpoints):
+    def write(self):
+        self.trainer.saved.append(self.engine.step)
+        return checkpoint.save(
+            self.root,
+            self.engine.step,
+            {"n": self.engine.step},
+            write_models=self.callbacks.write_state,
+        )
+
+
+class Run:
     """A loop without models: the score is the step, evaluations return ``evals`` in turn."""
 
     def __init__(self, arguments, callbacks=(), *, max_steps=4, steps_per_epoch=2.0, evals=()):
-        self.memory, self.max_steps = Memory(), max_steps
-        sizes = SimpleNamespace(iterations_per_epoch=steps_per_epoch)
-        super().__init__(
-            trainer=self,
-            args=arguments,
-            engine=SimpleNamespace(batch_sizes=sizes),
-            learner=SimpleNamespace(world_size=1, all_reduce=lambda x: x),
-            callbacks=Callbacks(arguments, callbacks, tracker=self.memory),
-            eval_sets=[1],
-            tokenizer=None,
-            fresh_reference=True,
-            metric_names=lambda row: {},
-            clock=iter(range(1000)).__next__,
-        )
+        self.args, self.memory, self.max_steps = arguments, Memory(), max_steps
+        self.learner = SimpleNamespace(world_size=1, all_reduce=lambda x: x)
+        self.callbacks = Callbacks(arguments, callbacks, tracker=self.memory)
+        self.engine = Loop(self.learner, SimpleNamespace(epoch_length=steps_per_epoch))
         self.callbacks.start(model="the model")
         self.evals, self.saved, self.evaluated_at = iter(evals), [], []
+
+    @property
+    def state(self):
+        return self.callbacks.state
 
     def evaluate(self):
         self.evaluated_at.append(self.state.global_step)
@@ -79,39 +127,27 @@ class Run(run.Run):
         self.callbacks.fire("on_evaluate", metrics=metrics)
         return metrics
 
-    def save_checkpoint(self):
-        self.saved.append(self.state.global_step)
-        return checkpoint.save(
-            self.callbacks.args.output_dir,
-            self.state.global_step,
-            {"n": self.state.global_step},
-            write_models=self.callbacks.write_state,
-        )
-
-    def begin(self, max_steps):
-        epochs = max_steps / self.iterations_per_epoch
-        self.callbacks.begin(max_steps=max_steps, epochs=epochs, batch_size=8)
-        self.start()
+    def begin(self):
+        parts = {
+            **{"trainer": self, "args": self.args, "engine": self.engine, "eval_sets": [1]},
+            **{"learner": self.learner, "callbacks": self.callbacks, "tokenizer": None},
+            **{"metric_names": lambda row: {}, "fresh_reference": True},
+        }
+        epochs = self.max_steps / self.engine.batch_sizes.epoch_length
+        self.callbacks.begin(max_steps=self.max_steps, epochs=epochs, batch_size=8)
+        logging = Logging(**parts, clock=iter(range(1000)).__next__)
+        self.engine.hooks = [logging, Evaluations(**parts), Saving(**parts)]
+        return logging
 
     def train(self, resume=None):
         if resume is not None:
             self.callbacks.restore(resume)
-        self.begin(self.max_steps)
+            self.engine.step = self.state.global_step
+        logging = self.begin()
         if self.args.eval_on_start:
             self.evaluate()
-        for step in range(self.state.global_step, self.max_steps):
-            self.on_step_begin(step)
-            self.on_optimizer_step()
-            metrics = {
-                "objective/scores": float(step + 1),
-                "episode": (step + 1) * 8.0,
-                "lr": 1 / 2**step,
-            }
-            report = StepReport(step=step + 1, metrics=metrics, rollout=None, reward_output=None)
-            if self.on_step_end(report):
-                break
-        self.end_epoch()
-        if row := self.take_pending():
+        self.engine.run(self.max_steps)
+        if row := logging.take_pending():
             self.callbacks.log(row)
         self.callbacks.fire("on_train_end")
         return self

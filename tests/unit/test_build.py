@@ -39,9 +39,9 @@ from kedge.records.errors import ConfigError, KedgeError, PreflightError, Reward
 from kedge.records.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers import load_trainer
+from kedge.trainers.advice import LARGE, SETTINGS, Settings, apply
 from kedge.trainers.assembly import setup
 from kedge.trainers.assembly.models import check_reference_workers
-from kedge.trainers.assembly.run import LARGE, advise
 from kedge.trainers.spec import TrainerInputs
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import grpo, rloo
@@ -353,7 +353,7 @@ class Sized:
 def given(config, *, trained=LARGE, frozen=0, batch_size=512, iterations=9, plays=False, **options):
     args = config(output_dir=None, use_cpu=True, **options)
     sizes = SimpleNamespace(batch_size=batch_size, iterations=iterations)
-    return " | ".join(advise(args, Sized(trained, frozen), sizes, plays=plays))
+    return " | ".join(apply(SETTINGS, Settings(args, Sized(trained, frozen), sizes, plays=plays)))
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -435,7 +435,7 @@ def test_a_warmup_of_the_value_that_never_ends():
 
 
 def test_a_trainer_says_it_once(caplog, monkeypatch):
-    monkeypatch.setattr("kedge.trainers.assembly.run.LARGE", 1)
+    monkeypatch.setattr("kedge.trainers.advice.LARGE", 1)
     with caplog.at_level(logging.WARNING):
         trainer = small(max_steps=2)
         trainer.train()

@@ -11,8 +11,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from kedge.checkpoint import checkpoint
-from kedge.loop.updater import StepReport
 from kedge.records.errors import CheckpointError, ConfigError
+from kedge.records.types import StepReport
 from kedge.reporting.trackers import build_tables
 from kedge.trainers.hf_callbacks import Callbacks, merge_rows, reporting_callbacks
 from tests.unit.callback_runs import Memory, Run, Spy, StopAt, args
@@ -110,11 +110,8 @@ def test_should_epoch_stop_is_refused_aloud(tmp_path):
 
 def test_a_flag_set_on_another_rank_counts_here(tmp_path):
     run = Run(args(tmp_path))
-    run.begin(4)
     run.learner.world_size, run.learner.all_reduce = 2, lambda x: x + torch.tensor([1.0, 0, 0, 0])
-    run.on_step_begin(0)
-    report = StepReport(step=1, metrics={}, rollout=None, reward_output=None)
-    assert run.on_step_end(report) is True
+    assert run.train().state.global_step == 1
 
 
 # -------------------------------------------------------------------------------- cadence
@@ -210,12 +207,12 @@ def test_an_unknown_best_metric_is_named(tmp_path):
 )
 def test_tokens_are_counted_over_all_ranks(tmp_path, include, want):
     run = Run(args(tmp_path, include_num_input_tokens_seen=include))
-    run.begin(4)
+    logging = run.begin()
     run.learner.world_size, run.learner.all_reduce = 2, lambda x: 2 * x
     for step in (1, 2):
-        run.on_step_begin(step - 1)
+        logging.on_step_begin(step - 1)
         rollout = rollout_of([([3], [3] * 2), ([3] * 3, [3] * 3)], extra=1)
-        run.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
+        logging.on_step_end(StepReport(step=step, metrics={}, rollout=rollout, reward_output=None))
     assert run.state.num_input_tokens_seen == (want or 0)
     assert run.memory.rows[-1].get("num_input_tokens_seen") == want
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from kedge import (
     RLOOTrainer,
 )
 from kedge.cli.tools.generate import generate_completions
-from kedge.loop.preflight import _find_warnings
 from kedge.models.load import eos_token_ids
 from kedge.records.types import Sampling
 from kedge.testing import ConstantReward, tiny_policy
+from kedge.trainers.advice import FirstBatch, nothing_ends
 
 from .text_toys import EOS, rollout_of, word_tokenizer
 from .toys import ToyLearner
@@ -172,18 +173,13 @@ def test_kedge_generate_samples_among_the_likeliest_tokens(limit, tmp_path) -> N
 )
 def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, expected) -> None:
     rollout = rollout_of([([3], [4, 5]), ([3], [6, 7])], finished=[finished, False])
-    reward_output = ConstantReward().score(rollout)
-    found = [
-        w
-        for w in _find_warnings(
-            rollout,
-            reward_output,
-            ToyLearner(),
-            stops,
-            "response_length",
-            lambda ids: f"<{ids[0]}>",
+    found = nothing_ends(
+        FirstBatch(
+            rollout=rollout,
+            reward_output=ConstantReward().score(rollout),
+            loop=SimpleNamespace(learner=ToyLearner(), sampling=stops),
+            fresh_reference=True,
+            decode=lambda ids: f"<{ids[0]}>",
         )
-        if "none of the" in w
-    ]
-    assert bool(found) == (expected is not None)
-    assert expected is None or expected in found[0]
+    )
+    assert expected in found if expected else found is None

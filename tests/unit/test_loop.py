@@ -18,9 +18,17 @@ from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.control import KL, RATIO, AdaptiveKL, StepControl, StepLimits
 from kedge.loop.loop import Engine
 from kedge.loop.metrics import check_known
-from kedge.loop.updater import Hooks, StepReport
 from kedge.records.errors import CheckpointError, RewardError, RolloutError, SyncError
-from kedge.records.types import Experience, PromptBatch, Receipt, RewardOutput, Rollout, Sampling
+from kedge.records.protocols import Hook
+from kedge.records.types import (
+    Experience,
+    PromptBatch,
+    Receipt,
+    RewardOutput,
+    Rollout,
+    Sampling,
+    StepReport,
+)
 from kedge.testing import FunctionReward
 
 from .toys import ToyEngine, ToyLearner, ToyPrompts
@@ -50,7 +58,7 @@ def engine(max_lag: int = 0, **changes: Any) -> Engine:
     return Engine(**(parts | changes))
 
 
-class StopAfterThree(Hooks):
+class StopAfterThree(Hook):
     def on_step_end(self, report: StepReport) -> bool:
         return report.step == 3
 
@@ -58,7 +66,7 @@ class StopAfterThree(Hooks):
 def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
     first = engine(2)
 
-    first.hooks = StopAfterThree()
+    first.hooks = [StopAfterThree()]
     first.run(6)
     flight = first.in_flight
     assert len(flight) == 2
@@ -92,7 +100,7 @@ def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
             assert receipt is not None
             return replace(receipt, gap=1e-3 * (version + 1))
 
-    class Compare(Hooks):
+    class Compare(Hook):
         seen = 0
 
         def on_step_end(self, report: StepReport) -> bool:
@@ -102,7 +110,7 @@ def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
             return False
 
     engine(
-        rollout_engine=Apart(), hooks=Compare(), max_lag=max_lag, partial_batches=partial_batches
+        rollout_engine=Apart(), hooks=[Compare()], max_lag=max_lag, partial_batches=partial_batches
     ).run(5)
     assert Compare.seen == 5
 

@@ -234,7 +234,8 @@ def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
     shell = TrainerShell.__new__(TrainerShell)
     shell.args = PPOConfig(output_dir=str(tmp_path / "run"), use_cpu=True, max_steps=1)
     shell._run = SimpleNamespace(
-        engine=SimpleNamespace(step=0, batch_sizes=SimpleNamespace(iterations=1))
+        engine=SimpleNamespace(step=0, batch_sizes=SimpleNamespace(iterations=1)),
+        checkpoints=SimpleNamespace(),
     )
     for resume in (None, True):
         with pytest.raises(ConfigError, match="in use by another run"):

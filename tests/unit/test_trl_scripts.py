@@ -230,10 +230,10 @@ def test_cosmetic_options_never_stop_a_run(tmp_path: Path, caplog: Any) -> None:
     trainer._run.callbacks.tracker.table = lambda name, rows, step: shown.append(rows)
     rows = trainer.generate_completions()
     assert len(rows) == len(shown[0]) == 2
-    trainer._run._show_table([rows[0], rows[1], rows[0]], "x")
+    trainer._run.evaluations.show_table([rows[0], rows[1], rows[0]], "x")
     assert shown[1] == rows
     trainer.args.log_unique_prompts = False
-    trainer._run._show_table([rows[0], rows[0], rows[1]], "x", most=2)
+    trainer._run.evaluations.show_table([rows[0], rows[0], rows[1]], "x", most=2)
     assert shown[2] == rows  # another prompt before another answer
     assert trainer.aux_loss_enabled is False
     assert trainer.reward_processing_classes == [None]

@@ -30,6 +30,11 @@ class BatchSizes:
     max_tokens_per_micro_batch: int | None = None  # replaces ``micro_rows`` as the limit
 
     @property
+    def epoch_length(self) -> float:
+        """Iterations of one pass over the prompts, may be a fraction; the run's, if unknown."""
+        return self.iterations_per_epoch or self.iterations
+
+    @property
     def batch_size(self) -> int:
         """Samples of one iteration, over all ranks."""
         return self.local_rows * self.world_size

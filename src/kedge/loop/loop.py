@@ -6,6 +6,7 @@ completed (faster if response lengths vary a lot).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from kedge.checkpoint.replay import RolloutReplay
-from kedge.loop.updater import StepReport, Updater
+from kedge.loop.updater import Updater
 from kedge.records.errors import RewardError, RolloutError, SyncError
 from kedge.records.protocols import EngineInfo, PromptSource, RewardSource, RolloutEngine, read_info
-from kedge.records.types import Sample, Sampling
+from kedge.records.types import Sample, Sampling, StepReport
 from kedge.rollout.scheduler.as_completed import AsCompleted
 from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.in_order import InOrder
@@ -39,6 +40,7 @@ class Engine(Updater):
     in_flight_weight_updates: bool = False  # load weights during sampling, "as completed" only
     scheduler: RolloutScheduler = field(init=False)
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised everywhere
+    _in_epoch: bool = field(default=False, init=False)  # within a pass over the prompts
 
     def __post_init__(self) -> None:
         order: InOrder | AsCompleted = InOrder(self.max_lag)
@@ -73,20 +75,24 @@ class Engine(Updater):
         # the caller may have replaced components
         self.scheduler.configure(self._collector(), self.rollout_engine)
         self._all_ranks_fail = self.learner.world_size == 1
+        self._in_epoch = False
         with self.scheduler.open(self.step, until):
             try:
                 self._train(until)
             except Exception as error:
                 if self.state_consistent and self._all_ranks_fail:
                     self._recover_after_error()
-                    self.hooks.on_failure(self.step, error)
+                    for hook in self.hooks:
+                        hook.on_failure(self.step, error)
                 raise
+        if self._in_epoch:
+            self._end_epoch()
 
     def _train(self, until: int) -> None:
         self.scheduler.send(self._weight_update())
         stop = False
         while self.step < until and not stop:
-            self.hooks.on_step_begin(self.step)
+            self._begin_step()
             begin = self.clock()
             sample = self._next_sample()
             if self.rollout_engine.logprob_kind == "raw" and self.sampling.changes_logprobs:
@@ -101,8 +107,25 @@ class Engine(Updater):
                 rollout=sample.rollout,
                 reward_output=sample.reward_output,
             )
-            stop = self.hooks.on_step_end(report)
+            stop = any([hook.on_step_end(report) for hook in self.hooks])
+            if self._passes(self.step) > self._passes(self.step - 1):
+                stop = self._end_epoch() or stop
         self.scheduler.wait_for_syncs()
+
+    def _passes(self, step: int) -> int:
+        """Whole passes over the prompts after ``step`` iterations."""
+        return math.floor(step / self.batch_sizes.epoch_length + 1e-9)
+
+    def _begin_step(self) -> None:
+        for hook in self.hooks if not self._in_epoch else ():
+            hook.on_epoch_begin()
+        self._in_epoch = True
+        for hook in self.hooks:
+            hook.on_step_begin(self.step)
+
+    def _end_epoch(self) -> bool:
+        self._in_epoch = False
+        return any([hook.on_epoch_end() for hook in self.hooks])
 
     def _next_sample(self) -> Sample:
         """The sample of this iteration; a failure on one rank stops all ranks."""

@@ -1,10 +1,10 @@
-"""The training half of an iteration, shared by the loop and by ``step()`` APIs, and its hooks."""
+"""The training half of an iteration, shared by the loop and by ``step()`` APIs."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,46 +21,13 @@ from kedge.loop.stages import EpochPlan, make_experience, optimize
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.records.errors import RewardError
-from kedge.records.protocols import KLController, Learner
+from kedge.records.protocols import Hook, KLController, Learner
 from kedge.records.seeds import seed_for
-from kedge.records.types import REWARD_ERRORS, Experience, RewardOutput, Rollout, Sample
+from kedge.records.types import REWARD_ERRORS, RewardOutput, Rollout, Sample
 from kedge.rollout.scheduler.collector import REPLACED
 
 logger = logging.getLogger(__name__)
 MOST_UNSCORED = 10  # consecutive batches without any score; then training stops
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One finished iteration."""
-
-    step: int  # iterations finished, including this one
-    metrics: Mapping[str, float]
-    rollout: Rollout
-    reward_output: RewardOutput
-
-
-class Hooks:
-    """Called by the loop, in this order, on every rank; these do nothing."""
-
-    def on_step_begin(self, step: int) -> None:
-        """Iteration ``step`` (from 0) is about to begin."""
-
-    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
-        """The batch of iteration ``step``, before training on it."""
-
-    def on_experience(self, step: int, experience: Experience) -> None:
-        """The per-token training data of iteration ``step``."""
-
-    def on_optimizer_step(self) -> None:
-        """One optimizer step is done."""
-
-    def on_step_end(self, report: StepReport) -> bool:
-        """An iteration is finished; return True to stop the loop."""
-        return False
-
-    def on_failure(self, step: int, error: Exception) -> None:
-        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +38,7 @@ class Updater:
     algorithm: Algorithm
     kl: KLController
     batch_sizes: BatchSizes
-    hooks: Hooks = field(default_factory=Hooks)
+    hooks: Sequence[Hook] = ()
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
     value_passes: int = 1  # passes of the value model per pass of the policy
@@ -91,7 +58,8 @@ class Updater:
     def train_on(self, sample: Sample, *, begin: float | None = None) -> dict[str, float]:
         """Run an iteration after sampling; returns its metrics."""
         rollout, reward_output, times = sample.rollout, sample.reward_output, sample.times
-        self.hooks.on_sample(self.step, rollout, reward_output)
+        for hook in self.hooks:
+            hook.on_sample(self.step, rollout, reward_output)
         start = self.clock()
         if float(self.learner.all_reduce(reward_output.valid.sum())):
             self._unscored = 0
@@ -141,7 +109,8 @@ class Updater:
             self.max_token_lag,
         )
         metrics = batch_metrics(experience, terms, self.learner)
-        self.hooks.on_experience(self.step, experience)
+        for hook in self.hooks:
+            hook.on_experience(self.step, experience)
         metrics["time/annotate"] = self.clock() - start
         stale = (rollout.policy_version >= 0) & (rollout.policy_version < self.learner.version)
         # In low precision, log-probabilities differ between passes of different shapes.
@@ -162,7 +131,7 @@ class Updater:
             limits=self.step_limits,
             entropy_bonus=self.entropy_bonus,
             before_step=self._mark_inconsistent,
-            after_step=self.hooks.on_optimizer_step,
+            after_step=self._end_optimizer_step,
         )
         metrics |= optimize(experience, self.learner, algorithm, plan, control)
         self.reward_scale = moments
@@ -203,6 +172,10 @@ class Updater:
     def _mark_inconsistent(self) -> None:
         """Record that weights are in the middle of an iteration."""
         self.state_consistent = False
+
+    def _end_optimizer_step(self) -> None:
+        for hook in self.hooks:
+            hook.on_optimizer_step()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run without samples in flight (those are saved as records)."""

@@ -28,6 +28,7 @@ from kedge.records.types import (
     RewardOutput,
     Rollout,
     Sampling,
+    StepReport,
 )
 
 LossFn = Callable[[PolicyOutput, MicroBatch], Loss]
@@ -327,6 +328,40 @@ class KLController(Stateful, Protocol):
 
     def update(self, kl: float, episodes: int) -> None:
         """Adapt to the KL (nats per response) measured over ``episodes`` responses."""
+
+
+class Hook:
+    """What happens beside training.  Each method does nothing: inherit, and override some.
+
+    The loop calls every hook in order, on every rank.
+    """
+
+    def on_epoch_begin(self) -> None:
+        """A pass over the prompts is about to begin."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Iteration ``step`` (from 0) is about to begin."""
+
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """The batch of iteration ``step``, before training on it."""
+
+    def on_experience(self, step: int, experience: Experience) -> None:
+        """The per-token training data of iteration ``step``."""
+
+    def on_optimizer_step(self) -> None:
+        """One optimizer step is done."""
+
+    def on_step_end(self, report: StepReport) -> bool | None:
+        """An iteration is finished; return True to stop the loop."""
+
+    def on_epoch_end(self) -> bool | None:
+        """A pass over the prompts is finished, or cut off by the end; return True to stop.
+
+        Not called after an exception, when weights may be inconsistent.
+        """
+
+    def on_failure(self, step: int, error: Exception) -> None:
+        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
 
 
 class Tracker(Protocol):

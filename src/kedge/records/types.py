@@ -330,6 +330,16 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One finished iteration."""
+
+    step: int  # iterations finished, including this one
+    metrics: Mapping[str, float]
+    rollout: Rollout
+    reward_output: RewardOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
     """Returned by a rollout engine after loading weights: version and actual fingerprint."""
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from kedge.config.base import OnPolicyConfig
 from kedge.data.encode import is_chat
-from kedge.loop.updater import StepReport
-from kedge.records.protocols import Learner
-from kedge.records.types import Experience, RewardOutput, Rollout
+from kedge.records.protocols import Hook, Learner
+from kedge.records.types import Experience, RewardOutput, Rollout, StepReport
 from kedge.reporting.base import BestEffortWriter, write_whole
 
 FOLDER = "tokens"
@@ -130,7 +129,7 @@ def _plain(value: object) -> object:
 # -- the token log ---------------------------------------------------------------------------------
 
 
-class TokenLog:
+class TokenLog(Hook):
     """Writes the first rows of an iteration, with log-probabilities before and after it.
 
     Every rank calls it, since models may be sharded; rank 0 writes its rows, if the iteration
@@ -145,13 +144,13 @@ class TokenLog:
         self._kept: Experience | None = None
         self._best_effort = BestEffortWriter()
 
-    def keep_rows(self, step: int, experience: Experience) -> None:
+    def on_experience(self, step: int, experience: Experience) -> None:
         """Keep the first rows of iteration ``step`` (counted from 0)."""
         self._kept = None
         if self.due(step + 1):
             self._kept = experience.rows(torch.arange(min(self.rows, len(experience))))
 
-    def write(self, report: StepReport) -> None:
+    def on_step_end(self, report: StepReport) -> None:
         """Write the kept rows, if any, after the iteration."""
         kept, self._kept = self._kept, None
         if kept is None:

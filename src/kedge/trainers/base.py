@@ -186,7 +186,7 @@ class TrainerShell:
                 " total_episodes, max_steps or num_train_epochs",
                 total,
             )
-        shutdown = self._run.shutdown = GracefulShutdown()
+        shutdown = self._run.checkpoints.shutdown = GracefulShutdown()
         in_launch = launch_context() is not None  # its driver handles signals
         with lock_output_dir(self.args), nullcontext() if in_launch else shutdown.install():
             if self.args.output_dir and self.accelerator.is_main_process:
@@ -233,7 +233,7 @@ class TrainerShell:
         if not sets:
             raise ConfigError("evaluate() needs prompts: pass eval_dataset here or to the trainer")
         with self._run.playing():
-            return self._run.evaluate(sets)
+            return self._run.evaluations.evaluate(sets)
 
     @short_errors
     def generate_completions(self, sampling: bool = False) -> list[dict[str, object]]:
@@ -243,7 +243,7 @@ class TrainerShell:
             sampling: one batch only.
         """
         with self._run.playing():
-            return self._run.generate_completions(sampling=sampling)
+            return self._run.evaluations.generate_completions(sampling=sampling)
 
     def save_model(
         self,

@@ -89,7 +89,7 @@ def build(
     """
     from kedge.rewards.build import find_tokenizer, load_model
     from kedge.trainers.assembly.setup import init_kwargs
-    from kedge.trainers.run import earlier_run
+    from kedge.trainers.hooks.checkpoints import earlier_run
 
     script, config, model = options.script, options.config, options.model
     names = model_names(options)

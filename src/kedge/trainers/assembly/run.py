@@ -7,37 +7,31 @@ created before the first one loads weights.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
-from kedge.config.base import OnPolicyConfig
 from kedge.config.common import EnvironmentArguments
-from kedge.config.declare import default_of, read_mapping
-from kedge.config.ppo import RECIPES, PPOConfig
+from kedge.config.declare import read_mapping
 from kedge.config.rollout_engines import load_workers
 from kedge.data import DatasetPrompts
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
-from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
 from kedge.loop.loop import Engine
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
 from kedge.models.compatibility import vocabulary
 from kedge.models.load import without_weights
-from kedge.ops.products import backend
 from kedge.records.errors import ConfigError
 from kedge.records.protocols import EngineInfo, RewardInfo, RewardSource, RolloutEngine, read_info
 from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
+from kedge.trainers.advice import SETTINGS, Settings, apply
 from kedge.trainers.assembly.models import LearnerStage, Models, ModelStage, receives_weights
 from kedge.trainers.assembly.setup import Setup, build_setup, pick_tokenizer, trusts_remote_code
 from kedge.trainers.hf_callbacks import Callbacks, own_callbacks
@@ -50,13 +44,6 @@ if TYPE_CHECKING:
     from kedge.rollout.engines import RankSharedEngine
 
 logger = logging.getLogger(__name__)
-LARGE = 300_000_000  # weights; smaller models take larger learning rates, and are for experiments
-MEDIUM = 100_000_000  # trained weights; at 135M the default of 5e-5 clips a third of the tokens
-HIGH_RATE = 2e-5
-HIGHEST_RATE = 1e-2  # no transformer trains at a higher learning rate
-SMALL_BATCH = 16  # responses per batch
-WIDE_CLIP = 0.01
-N_PLUS = "(Huang et al. 2024, arXiv:2403.17031)"
 PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
@@ -95,7 +82,8 @@ def assemble_run(inputs: TrainerInputs) -> Run:
     # All checks have passed: from here on weights are loaded and actors are started.
     with without_weights(receives_weights(setup)):
         loaded = models.build()
-    for text in advise(args, loaded.policy, setup.sizes, plays=make_environment is not None):
+    settings = Settings(args, loaded.policy, setup.sizes, plays=make_environment is not None)
+    for text in apply(SETTINGS, settings):
         if setup.accelerator.is_main_process:
             logger.warning(text)
     tokenizer = pick_tokenizer(inputs.processing_class, setup.tokenizer)
@@ -193,70 +181,6 @@ def build_engine(
         if getattr(args, "scale_rewards", None) == "running"
         else None,
     )
-
-
-def advise(
-    args: OnPolicyConfig, policy: nn.Module, sizes: BatchSizes, *, plays: bool
-) -> Iterable[str]:
-    """Warnings about settings that rarely train well, with better values and their source.
-
-    Defaults that come from other libraries stay, so that a moved script trains as before.  With
-    ``plays`` the policy plays in environments.
-    """
-    if args.bf16 and args.device.type == "cpu" and backend().slow_bf16:
-        yield backend().slow_bf16
-    batch_size = sizes.batch_size
-    weights = sum(p.numel() for p in policy.parameters())
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    rate, large = args.learning_rate, trained >= LARGE  # adapters take larger learning rates
-    high = rate >= HIGH_RATE if large else rate > HIGH_RATE and trained >= MEDIUM
-    today, own = RECIPES["agent"], {f.name: default_of(f) for f in fields(args)}
-    # value_source="auto" suits environments.
-    names = [n for n in today if n in own and n != "value_source"]
-    unset = [n for n in names if getattr(args, n) == own[n] != today[n]]
-    if args.learning_rate > HIGHEST_RATE:
-        yield (
-            f"learning_rate={args.learning_rate:g} is far too high for a language model, which"
-            " diverges; typical: 1e-6 to 5e-5 for all weights, 1e-4 for adapters"
-        )
-    elif plays and large and isinstance(args, PPOConfig) and 2 * len(unset) > len(today):
-        yield (
-            "defaults suit single responses rather than episodes; recommended:"
-            f" {', '.join(f'{n}={today[n]}' for n in unset)}, which PPOConfig.recipe('agent') and"
-            " --recipe agent set; docs/recipes.md has the sources"
-        )
-    elif high and args.num_ppo_epochs > 1:
-        yield (
-            f"learning_rate={args.learning_rate:g} with num_ppo_epochs={args.num_ppo_epochs} is"
-            f" high for {trained / 1e6:,.0f} million trained weights; recommended:"
-            f" learning_rate={f'3e-6 {N_PLUS}' if large else '1e-5'}; `kedge init` writes today's"
-            " values of every option"
-        )
-    episodes = args.total_episodes
-    if episodes is not None and episodes % batch_size and args.max_steps < 1:
-        whole = math.ceil(episodes / batch_size) * batch_size
-        yield (
-            f"total_episodes={episodes} is not a multiple of the {batch_size} responses of an"
-            f" iteration: the run has {whole}"
-        )
-    if batch_size <= SMALL_BATCH and weights >= LARGE:
-        yield (
-            f"an iteration has {batch_size} responses, which makes gradients noisy; recommended:"
-            f" 512, by a larger gradient_accumulation_steps {N_PLUS}"
-        )
-    level, epsilon = getattr(args, "importance_sampling_level", ""), getattr(args, "epsilon", 0.0)
-    if level == "sequence" and epsilon >= WIDE_CLIP:
-        yield (
-            f"epsilon={epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
-            " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
-            " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
-        )
-    warmup = getattr(args, "value_warmup_steps", 0)
-    if warmup >= sizes.iterations:
-        yield (
-            f"value_warmup_steps={warmup} covers all {sizes.iterations} iterations: the policy will"
-            " not be trained"
-        )
 
 
 class RewardStage:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
-from kedge.loop.updater import Hooks
 from kedge.math.masked import masked_mean, moments
+from kedge.records.protocols import Hook
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 Total = Callable[[Tensor], Tensor]
@@ -72,7 +72,7 @@ _FROM_LOSS = (
 )
 
 
-class StatsRecorder(Hooks):
+class StatsRecorder(Hook):
     """Records advantage inputs and outputs and every optimizer step of an iteration."""
 
     def __init__(self) -> None:

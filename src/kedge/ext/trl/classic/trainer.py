@@ -145,7 +145,7 @@ class PPOTrainer(PPOSteps):
             kl=AdaptiveKLController(c.init_kl_coef, c.target, c.horizon)
             if c.adap_kl_ctrl
             else FixedKLController(c.init_kl_coef),
-            hooks=self._recorder,
+            hooks=[self._recorder],
             seed=config.seed,
             **self._engine_options(),
         )

@@ -1,0 +1,1 @@
+"""What happens beside training: logging, warnings, evaluations, checkpoints."""

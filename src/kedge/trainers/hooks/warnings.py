@@ -1,0 +1,86 @@
+"""Checks the first batch, and logs once what rules and the doctor find while a run trains."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kedge import plugins
+from kedge.records.protocols import Hook
+from kedge.records.types import RewardOutput, Rollout, StepReport
+from kedge.trainers.advice import (
+    FULL_PRECISION,
+    ITERATION,
+    LOW_PRECISION,
+    MUCH_NOISE,
+    FirstBatch,
+    Iteration,
+    preflight,
+)
+from kedge.trainers.hooks.parts import RunParts
+
+if TYPE_CHECKING:
+    from kedge.reporting.trackers import ConsoleTracker
+
+
+@dataclass(kw_only=True)
+class Warnings(RunParts, Hook):
+    """Each rule warns once in a call of ``train``, on rank 0."""
+
+    screen: ConsoleTracker | None = None  # on rank 0
+    known: set[str] = field(default_factory=set)  # rules that have warned
+    _last: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=MUCH_NOISE))
+    _rows: int = 0  # of the log that the doctor has read
+
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """Check the first batch."""
+        if step or not self.args.preflight:
+            return
+        length, alias = "response_length", self.args.length_option
+        low = self.engine.learner.low_precision or self.args.tf32
+        batch = FirstBatch(
+            rollout=rollout,
+            reward_output=reward_output,
+            loop=self.engine,
+            fresh_reference=self.fresh_reference,
+            length_option=length if alias == length else f"{length} ({alias})",
+            decode=getattr(self.tokenizer, "decode", None),
+            tolerance=LOW_PRECISION if low else FULL_PRECISION,
+        )
+        problems = preflight(batch)
+        for problem in problems:
+            self.warn(f"preflight: {problem}")
+        if self.screen is not None:
+            sizes = self.engine.batch_sizes
+            passed = reward_output.valid.any() and not problems
+            count, steps = sizes.iterations, sizes.optimizer_steps_per_iteration
+            self.screen.note(
+                f"{'preflight passed; ' * bool(passed)}{count} iteration{'s' * (count != 1)} of"
+                f" {sizes.batch_size} responses, {steps} optimizer step{'s' * (steps != 1)} each"
+            )
+
+    def on_step_end(self, report: StepReport) -> None:
+        """Apply the rules of single iterations; let the doctor read new rows."""
+        self._last.append(report.metrics)
+        delay = getattr(self.args, "value_warmup_steps", 0)  # then the rate rises to its peak
+        rise = self.args.get_warmup_steps(max(1, self.state.max_steps - delay))
+        iteration = Iteration(
+            args=self.args, last=tuple(self._last), at_peak=report.step == 1 + delay + rise
+        )
+        for rule in ITERATION:
+            if rule.__name__ not in self.known and (text := rule(iteration)) is not None:
+                self.known.add(rule.__name__)
+                self.warn(text)
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        """Warn of findings of ``kedge doctor`` that are worth stopping for."""
+        examine = plugins.load("kedge.hooks", "doctor")
+        if examine is None or len(self.state.log_history) == self._rows:
+            return
+        self._rows = len(self.state.log_history)
+        rows = [row for row in self.state.log_history if "objective/scores" in row]
+        for text in examine(rows, self.known):
+            self.warn(text)
