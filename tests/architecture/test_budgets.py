@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Raw lines, docstrings included.
-TOTALS = {"src": 49_200, "tests": 43_900}
+TOTALS = {"src": 49_600, "tests": 44_000}
 
 
 @pytest.mark.parametrize("folder", TOTALS)
