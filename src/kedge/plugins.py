@@ -37,7 +37,8 @@ def load(group: str, name: str) -> Any:
     try:
         return entry.load()
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("kedge.ext"):
+        folder = ".".join(entry.module.split(".")[:3])  # kedge.ext.vllm
+        if folder.startswith("kedge.ext.") and error.name in ("kedge.ext", folder):
             return None
         raise ConfigError(_broken(entry, error)) from error
     except (ImportError, AttributeError) as error:

@@ -177,12 +177,12 @@ class Parser(HfArgumentParser):
 
 def switches(kinds: Iterable[Any]) -> set[str]:
     """Fields of True or False, unless they are True by default."""
-    return {
-        f.name
-        for kind in kinds
-        for f in fields(kind)
-        if f.init and f.default is not True and get_type_hints(kind)[f.name] in (bool, bool | None)
-    }
+    names = set()
+    for kind in kinds:
+        hints, flags = get_type_hints(kind), (bool, bool | None)
+        own = (f for f in fields(kind) if f.init and f.default is not True)
+        names |= {f.name for f in own if hints[f.name] in flags}
+    return names
 
 
 def nullable(kinds: Iterable[Any]) -> frozenset[str]:

@@ -39,7 +39,12 @@ def commands() -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    return find_spec(plugins.find("kedge.commands")[name].module.rpartition(".")[0]) is not None
+    """Whether the package of an entry point is there; imports its parents alone."""
+    module = plugins.find("kedge.commands")[name].module
+    try:
+        return find_spec(module.rpartition(".")[0] or module) is not None
+    except ImportError:
+        return False
 
 
 def usage() -> str:
@@ -102,8 +107,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_command(name: str) -> Callable[[list[str]], object]:
     """The function of a command, called with its flags."""
+    from kedge.records.errors import ConfigError
+
     if name not in _CORE:
-        loaded: Callable[[list[str]], object] = plugins.load("kedge.commands", name)
+        loaded: Callable[[list[str]], object] | None = plugins.load("kedge.commands", name)
+        if loaded is None:
+            raise ConfigError(f"kedge {name} needs an extension that was deleted; reinstall Kedge")
         return loaded
     place, _ = _CORE[name]
     command: Callable[..., object] = resolve_name(place)

@@ -43,7 +43,7 @@ _NEED_END = (
 # What a resumed run may change: options of these sections, except _SAME, and others by name.
 _FREE_SECTIONS = {
     *("batch sizes and run length", "evaluation and logs", "checkpoints and hub", "process"),
-    "command line and scripts",
+    *("command line and scripts", "asynchronous PPO", "names of TRL"),
 }
 _SAME = {"seed", "tf32"}
 _FREE = {

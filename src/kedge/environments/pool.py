@@ -303,11 +303,17 @@ class EnvironmentPool:
         close_all(idle, self.calls, closing, failures)
 
 
+_UNDECLARED = (
+    *(("tools", "[...]"), ("final_reward", "True"), ("reads_calls", "True")),
+    *(("separator", "..."), ("grading", "True"), ("target", "...")),
+)
+
+
 def _check_declared(environment: Any) -> None:
     """Refuse what would be ignored: these names mean nothing outside of ``info``."""
     if isinstance(getattr(environment, "info", None), EnvironmentInfo):
         return
-    for name, value in (("tools", "[...]"), ("final_reward", "True")):
+    for name, value in _UNDECLARED:
         if hasattr(environment, name):
             kind = type(environment).__name__
             raise ConfigError(

@@ -154,6 +154,11 @@ def make_experience(
         reference=algo.needs_reference,
         full_kl=algo.needs_full_kl,
     )
+    if algo.needs_reference and model_outputs.ref_logprobs is None and not algo.needs_full_kl:
+        raise ConfigError(
+            f"algorithm={algo.name} needs a reference, but the learner returned no"
+            " ref_logprobs; return them, or use without_reference(algorithm)"
+        )
     check_finite_outputs(model_outputs, mask)
     logprobs, behavior = model_outputs.logprobs, rollout.behavior_logprobs  # [B, R]
     versions = rollout.token_versions  # [B, R]; -1: unknown

@@ -6,6 +6,7 @@ on a CPU, and it knows rows that are joined in one sequence (`joined_attention`)
 
 from __future__ import annotations
 
+import inspect
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from kedge.ops.joined_attention import Group, joined_attention
 from kedge.ops.products import backend
 
 _USUAL, _OWN = "sdpa", "kedge"
+_OTHERS: set[type] = set()
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
 
 
@@ -30,9 +32,12 @@ def use_own_attention(model: nn.Module) -> None:
     """
     for module in model.modules():
         config = getattr(module, "config", None)
-        if isinstance(module, PreTrainedModel) and _attention_of(config) == _USUAL:
-            with suppress(ValueError, ImportError):  # a model with attention of its own
+        known = isinstance(module, PreTrainedModel) and _attention_of(config) == _USUAL
+        if known and type(module) not in _OTHERS:
+            with suppress(ValueError, ImportError):
                 module.set_attn_implementation(_OWN)
+            if _attention_of(config) == _USUAL:
+                _OTHERS.add(type(module))  # it has attention of its own; asked once
 
 
 def _attention_of(config: object) -> str | None:
@@ -54,7 +59,8 @@ def has_own_attention(model: object) -> bool:
 def has_windows(config: Any) -> bool:
     """Whether layers of a model attend to a part of the tokens, or in another way."""
     parts = (config, config.get_text_config())
-    kinds = {kind for part in parts for kind in getattr(part, "layer_types", None) or ()}
+    names = ("layer_types", "layers_block_type")
+    kinds = {kind for part in parts for n in names for kind in getattr(part, n, None) or ()}
     windows = any(getattr(part, name, None) for part in parts for name in _WINDOWS)
     return windows or bool(kinds - {"full_attention"})
 
@@ -66,6 +72,8 @@ def causal_inputs(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     waits.  A prepared mask (4D) is handed down as it is; `attend` knows this one.
     """
     if ids.device.type == "cpu" or not (has_own_attention(model) and accepts_any_mask(model)):
+        return {}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "position_ids": positions}

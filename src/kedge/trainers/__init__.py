@@ -41,5 +41,9 @@ def load_trainer(command: str) -> type[TrainerShell]:
 
 def find_trainer(config: Any) -> type[TrainerShell]:
     """The trainer for a config's class, or for its nearest parent class."""
-    trainers = {trainer.SPEC.config: trainer for trainer in map(load_trainer, trainer_commands())}
+    found = [load_trainer(name) for name in TRAINERS]
+    if type(config) not in {trainer.SPEC.config for trainer in found}:
+        loaded = (plugins.load("kedge.trainers", name) for name in plugins.find("kedge.trainers"))
+        found += [trainer for trainer in loaded if trainer is not None]
+    trainers = {trainer.SPEC.config: trainer for trainer in found}
     return next(trainers[base] for base in type(config).__mro__ if base in trainers)

@@ -83,9 +83,9 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "_save_checkpoint": lambda trainer: functools.partial(_save_weights, trainer),
 }
 _OPTIONS = (
-    *("beta", "temperature", "top_p", "top_k", "min_p", "max_completion_length"),
-    *("num_generations", "num_iterations", "reward_weights"),
+    *("beta", "temperature", "top_p", "top_k", "min_p", "num_generations", "reward_weights"),
 )
+_TRL_OPTIONS = {"max_completion_length": "response_length", "num_iterations": "num_ppo_epochs"}
 # Methods of TRL's trainers that subclasses override, besides those of ``transformers.Trainer``.
 _OF_TRL = (
     *("_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions"),
@@ -372,8 +372,8 @@ class TrainerShell:
     def __getattr__(self, name: str) -> Any:
         if name in _ATTRIBUTES:
             return _ATTRIBUTES[name](self)
-        if name in _OPTIONS and "args" in vars(self):
-            return getattr(self.args, name)
+        if name in (*_OPTIONS, *_TRL_OPTIONS) and "args" in vars(self):
+            return getattr(self.args, _TRL_OPTIONS.get(name, name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what users look at ---------------------------------------------------------------------

@@ -243,7 +243,7 @@ class RewardStage:
             "autocast": setup.dtype,
             "policy_vocab_size": min(tokens, vocabulary(models.policy) or tokens),
         }
-        if inputs.trainer.SPEC.equal_vocabulary:
+        if inputs.spec.equal_vocabulary:
             model_options["equal_vocabulary"] = vocabulary(models.policy)
         kinds = type(inputs.trainer).__mro__
         if any("train" in vars(kind) for kind in kinds if not kind.__module__.startswith("kedge.")):

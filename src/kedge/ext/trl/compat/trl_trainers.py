@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import kedge
-from kedge.ext.trl import ppov2
+from kedge.ext.trl import options, ppov2
 
 if TYPE_CHECKING:
     from kedge import PPOTrainer as Trainer  # base class of the mixins below
@@ -59,6 +60,12 @@ class _StartsOver(Trainer):
         return super().train(resume_from_checkpoint)
 
 
+def _with_defaults(config: type, unnamed: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a trainer, with TRL's defaults if no config is among them."""
+    given = len(unnamed) > 2 or named.get("args") is not None or named.get("config") is not None
+    return named if given else {**named, "args": config()}
+
+
 class _WrapsModels(_StartsOver):
     @cached_property
     def model(self) -> nn.Module:
@@ -77,9 +84,15 @@ class PPOv2Trainer(_WrapsModels, ppov2.PPOv2Trainer):
 class RLOOTrainer(_StartsOver, kedge.RLOOTrainer):
     """``kedge.RLOOTrainer``, which starts over in a folder with checkpoints."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_defaults(options.RLOOConfig, args, kwargs))
+
 
 class GRPOTrainer(_StartsOver, kedge.GRPOTrainer):
     """``kedge.GRPOTrainer``, which starts over in a folder with checkpoints."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **_with_defaults(options.GRPOConfig, args, kwargs))
 
 
 def put_aside(root: Path) -> None:
