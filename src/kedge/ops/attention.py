@@ -32,8 +32,9 @@ def use_own_attention(model: nn.Module) -> None:
     """
     for module in model.modules():
         config = getattr(module, "config", None)
-        known = isinstance(module, PreTrainedModel) and _attention_of(config) == _USUAL
-        if known and type(module) not in _OTHERS:
+        if not isinstance(module, PreTrainedModel) or type(module) in _OTHERS:
+            continue
+        if _attention_of(config) == _USUAL:
             with suppress(ValueError, ImportError):
                 module.set_attn_implementation(_OWN)
             if _attention_of(config) == _USUAL:
