@@ -35,7 +35,7 @@ def where(placement):
     from ray.util import placement_group_table
 
     table = placement_group_table(placement.group)["bundles_to_node_id"]
-    return [table[i] for i in range(len(placement.plan.bundles))]
+    return [table[i] for i in range(len(placement.bundles))]
 
 
 def wait_until_free(cpus):
