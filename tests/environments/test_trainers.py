@@ -331,7 +331,7 @@ def test_responses_are_sampled_again_when_their_environments_are_gone(
         ({"environment": Counter}, "passed as environment_factory="),
         ({"environment": "tests.environments.toys:Nothing"}, "does not define 'Nothing'"),
         ({"environment": "nowhere:Echo"}, "cannot import 'nowhere'"),
-        ({"environment": "Echo"}, "must be module:Class or file.py:Class"),
+        ({"environment": "Echo"}, "must be module:Class, file.py:Class or the name"),
         ({"environment": "x.y:Z", "environment_kwargs": "[1]"}, "must be a dictionary"),
         (
             {"environment_kwargs": '{"turns": 2}', "reward_funcs": length_reward},

@@ -310,11 +310,6 @@ def test_the_8b_recipe_fits_gpus_of_80_gb(
     sync = re.search(r"weight sync ([0-9.]+) GiB", text.partition("first of 12 GPUs")[2])
     assert sync is not None
     assert float(sync[1]) == pytest.approx(shards + widened, rel=0.01)
-    assert "fits a GPU of 79.0 GiB" in text
-    assert "does not fit" not in text
-    upstream = planned("--deepspeed_stage", "2")
-    assert "does not fit a GPU of 79.0 GiB" in upstream
-    assert "set --deepspeed_stage 3" in upstream
 
 
 # Flags that upstream's scripts use, and the option that each one sets.

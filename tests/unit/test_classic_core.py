@@ -234,7 +234,9 @@ def test_an_option_of_another_release_names_the_way_out(
 
 
 def test_unknown_api() -> None:
-    with pytest.raises(ConfigError, match=r"api='trl-2' must be one of trl-0.11, trl-1.12"):
+    with pytest.raises(
+        ConfigError, match=r"api='trl-2' must be one of trl-0.11, trl-0.21, trl-1.12"
+    ):
         install("trl-2")
 
 

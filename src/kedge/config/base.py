@@ -24,6 +24,7 @@ from kedge.config.declare import (
     format_value,
     log_without_effect,
     option,
+    same,
     status,
     switch,
 )
@@ -103,6 +104,8 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        own = {f.name: default_of(f) for f in fields(self) if f.init}
+        self.changed_options = [n for n, x in own.items() if not same(getattr(self, n), x)]
         redact({f.name: getattr(self, f.name) for f in fields(self)})  # registers secrets
         check_fields(self)
         log_without_effect(self)

@@ -51,7 +51,9 @@ def run_packed(backbone: Any, ids: Tensor, groups: Sequence[Group]) -> Tensor:
     for prompt, *responses in groups:
         positions.append(torch.arange(prompt, device=ids.device))
         positions += [torch.arange(prompt, prompt + n, device=ids.device) for n in responses]
-    assert has_own_attention(backbone), "torch's attention would read all rows as one"
+    if not has_own_attention(backbone):  # torch's would read all rows as one
+        use_own_attention(backbone)
+    assert has_own_attention(backbone)
     # Prepared masks (4D) are handed down as they are: attention needs none, and transformers would
     # make one [T, T] because positions begin again.
     output = backbone(

@@ -22,6 +22,7 @@ from kedge.ops.products import backend
 
 _USUAL, _OWN = "sdpa", "kedge"
 _OTHERS: set[type] = set()
+_GROUPED = grouped_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # options that need a [T, T] mask
 
 
@@ -102,14 +103,15 @@ def attend(
             attention_mask = None  # of `causal_inputs`, or of a single token
         options |= {"scaling": scaling, "dropout": dropout}
         known_mask = attention_mask is None or attention_mask.dtype == torch.bool
-        most = backend().float32_attention() if query.device.type == "cpu" and known_mask else 0
-        usual = grouped_attention(ALL_ATTENTION_FUNCTIONS[_USUAL])
+        most = 0
+        if query.device.type == "cpu" and known_mask and not torch.compiler.is_compiling():
+            most = backend().float32_attention()
         if most and (query.shape[2] == 1 or key.shape[2] <= most):
             with torch.autocast("cpu", enabled=False):
                 wide = (x.to(torch.float32) for x in (query, key, value))
-                result: tuple[Tensor, None] = usual(module, *wide, attention_mask, **options)
+                result: tuple[Tensor, None] = _GROUPED(module, *wide, attention_mask, **options)
         else:
-            result = usual(module, query, key, value, attention_mask, **options)
+            result = _GROUPED(module, query, key, value, attention_mask, **options)
         return result
     if dropout or any(options.get(x) is not None for x in OTHER):
         raise ValueError(f"joined rows do not support dropout or {OTHER}")

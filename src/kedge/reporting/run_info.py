@@ -46,7 +46,7 @@ METRICS = {
 
 def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None:
     """Write ``run.json`` into ``output_dir`` when training begins, without access tokens."""
-    from kedge.config.declare import default_of, status  # `kedge report` needs no torch
+    from kedge.config.declare import status  # `kedge report` needs no torch
 
     values = args.to_dict()
     acting = {f.name: f for f in fields(args) if isinstance(status(type(args), f.name), str)}
@@ -59,7 +59,7 @@ def write_run_info(origin: Mapping[str, Any], args: Any, *, device: str) -> None
         "machine": f"{platform.system()}, Python {platform.python_version()}",
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "versions": versions(),
-        "changed": [n for n in options if getattr(args, n) != default_of(acting[n])],
+        "changed": [n for n in getattr(args, "changed_options", ()) if n in options],
         "options": options,
     }
     _write(args.output_dir, about)

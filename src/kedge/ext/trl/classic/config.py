@@ -183,8 +183,10 @@ class PPOConfig:
         self._check_values()
         self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
         if self.batch_size % self.backward_batch_size:
+            given = self.forward_batch_size
+            older = "" if given is None else f"forward_batch_size={given}, now "
             raise ConfigError(
-                f"batch_size={self.batch_size} must be a multiple of mini_batch_size="
+                f"batch_size={self.batch_size} must be a multiple of {older}mini_batch_size="
                 f"{self.mini_batch_size} x gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps} = {self.backward_batch_size}; lower one of "
                 "these to a divisor"
