@@ -62,7 +62,9 @@ test: lint
 	$(MAKE) --no-print-directory -j2 fast vllm-env
 	$(MAKE) --no-print-directory smoke
 
-test-all: test slow test-vllm
+test-all: lint
+	$(MAKE) --no-print-directory -j2 fast vllm-env
+	$(MAKE) --no-print-directory slow test-vllm
 
 fast: setup
 	$(PYTEST) -m "not slow and not vllm and not ray"

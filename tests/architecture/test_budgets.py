@@ -1,4 +1,4 @@
-"""Two totals in lines: what is added beyond them is paid for by deleting."""
+"""Totals in lines: what is added beyond them is paid for by deleting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Raw lines, docstrings included.
-TOTALS = {"src": 49_600, "tests": 44_000}
+# Raw lines, docstrings included: the core, what attaches to it, tests, benchmarks.
+TOTALS = {"core": 32_600, "ext": 17_000, "tests": 43_900, "benchmarks": 4_000}
 
 
-@pytest.mark.parametrize("folder", TOTALS)
-def test_total(folder: str) -> None:
-    lines = sum(
-        len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / folder).rglob("*.py")
-    )
-    assert lines <= TOTALS[folder], f"{folder}: {lines} lines, the limit is {TOTALS[folder]}"
+@pytest.mark.parametrize("name", TOTALS)
+def test_total(name: str) -> None:
+    ext = ROOT / "src/kedge/ext"
+    folder = {"core": ROOT / "src", "ext": ext}.get(name, ROOT / name)
+    files = (x for x in folder.rglob("*.py") if name != "core" or not x.is_relative_to(ext))
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert lines <= TOTALS[name], f"{name}: {lines} lines, the limit is {TOTALS[name]}"
