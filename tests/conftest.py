@@ -35,7 +35,7 @@ def of_extension(file: Path) -> bool:
     text = file.read_text(encoding="utf-8")
     if EXTENSIONS.search(re.sub(r"(importorskip|find_spec)\(.*?\)", "", text)):
         return True
-    used = re.findall(r"^from (tests[.\w]*) import (\w+)", text, re.MULTILINE)
+    used = re.findall(r"^from (tests[.\w]*) import \(?\s*(\w+)", text, re.MULTILINE)
     names = [name for module, part in used for name in (module, f"{module}.{part}")]
     files = (Path(__file__).parents[1] / f"{name.replace('.', '/')}.py" for name in names)
     return "docs.generate" in text or any(
