@@ -84,7 +84,8 @@ test-core: setup
 	rm -rf build/core && mkdir -p build/core
 	git ls-files -co --exclude-standard | grep -v "^src/kedge/ext/" | xargs -d '\n' cp --parents -t build/core
 	cd build/core && PYTHONPATH=src OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -q -n 2 --dist loadfile \
-		--no-loadscope-reorder -m "not slow and not vllm and not ray"
+		--no-loadscope-reorder -m "not slow and not vllm and not ray" \
+		--ignore tests/architecture --ignore tests/docs
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs
