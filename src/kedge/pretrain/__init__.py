@@ -1,1 +1,0 @@
-"""Training before RL: supervised, reward and value models."""
