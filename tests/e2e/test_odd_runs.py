@@ -180,6 +180,8 @@ def test_a_reward_model_that_prefers_unfinished_texts_is_named_at_the_start(
 def test_fewer_ends_at_a_rising_score_are_named_while_it_happens(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    pytest.importorskip("kedge.ext.report")  # whose rules name it
+
     def longer(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [float(len(ids)) for ids in completion_ids]
 

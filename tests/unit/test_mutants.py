@@ -8,7 +8,9 @@ from tests.mutants import MUTANTS, ROOT, survives
 
 
 def test_every_bug_still_has_its_place() -> None:
-    gone = [m.name for m in MUTANTS if m.old not in (ROOT / "src/kedge" / m.file).read_text()]
+    files = {m.file: ROOT / "src/kedge" / m.file for m in MUTANTS}
+    there = {x for x, path in files.items() if path.exists() or not x.startswith("ext/")}
+    gone = [m.name for m in MUTANTS if m.file in there and m.old not in files[m.file].read_text()]
     assert gone == []
     assert len(MUTANTS) >= 75  # a group that stands twice loses one
 
