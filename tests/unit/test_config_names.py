@@ -440,3 +440,22 @@ def test_a_name_is_in_one_group_and_every_group_has_one_of_ours() -> None:
     known = {n for made in (*NAMED, *TRAINERS) for n in inspect.signature(made).parameters}
     known |= {f.name for made in DIALECTS for f in fields(made)} | {"lora_r"}
     assert [group for group in names.ALIASES if not known & set(group)] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (options.GRPOConfig, {"use_vllm": True}),
+        (AsyncPPOConfig, {"num_evals": 8}),
+        (AsyncPPOConfig, {"enable_prefix_caching": True}),
+    ],
+)
+def test_an_option_that_became_another_is_not_read_late(
+    config: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    made = config(output_dir=str(tmp_path), use_cpu=True)
+    made.checked()
+    ((name, value),) = changes.items()
+    setattr(made, name, value)
+    with pytest.raises(ConfigError, match=f"{name}={value} is only read when the config is made"):
+        made.checked()

@@ -8,7 +8,7 @@ import copy
 import difflib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -72,6 +72,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
     STATUS: ClassVar[Mapping[str, Any]] = inherited.STATUS
     TYPES: ClassVar[Mapping[str, Any]] = inherited.TYPES
     length_option: ClassVar[str] = "response_length"  # its name in messages
+    CONVERTED: ClassVar[Sequence[str]] = ()  # options of a dialect that become other options
 
     # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
@@ -111,6 +112,7 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
         log_without_effect(self)
         self._resolve_precision()
         self._fill_defaults()
+        self._converted = {name: getattr(self, name) for name in self.CONVERTED}
         self._check()
         processes = os.environ.get("WORLD_SIZE", "1")
         if not processes.isdigit():
@@ -185,6 +187,12 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
                     f"{type(self).__name__} has no option {name!r}; the nearest is {near[0]}"
                 )
         check_fields(config)
+        for name, built in self._converted.items():
+            if not same(value := getattr(self, name), built):
+                raise ConfigError(
+                    f"{name}={format_value(value)} is only read when the config is made; pass it to"
+                    f" {type(self).__name__}(...)"
+                )
         config._fill_defaults()
         config._check()
         return config

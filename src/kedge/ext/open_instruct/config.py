@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -124,6 +124,11 @@ class AsyncPPOConfig(Dialect, ppo.PPOConfig):
     """
 
     NAMES: ClassVar[Mapping[str, Any]] = OPEN_INSTRUCT
+    CONVERTED: ClassVar[Sequence[str]] = (
+        *("local_rollout_batch_size", "max_token_length", "num_evals", "save_freq"),
+        *("vllm_enforce_eager", "vllm_gpu_memory_utilization", "enable_prefix_caching"),
+        *("vllm_sync_backend", "with_tracking", "hf_entity", "hf_repo_id", "warm_up_steps"),
+    )
     SECTION: ClassVar[str] = "asynchronous PPO"
 
     exp_name: str = option("async_ppo", "Name of the experiment.")

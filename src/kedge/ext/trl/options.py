@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -138,6 +138,8 @@ class PPOConfig(Dialect, ppo.PPOConfig):
 @dataclass(repr=False)
 class GroupNames:
     """Options of TRL 0.22 and later that become others when the config is made."""
+
+    CONVERTED: ClassVar[Sequence[str]] = ()  # set below
 
     SECTION: ClassVar[str] = "names of TRL"
 
@@ -270,6 +272,9 @@ class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
 _VLLM = {
     f.name: default_of(f) for f in fields(GroupNames) if f.name.startswith(("use_vllm", "vllm_"))
 }
+
+
+GroupNames.CONVERTED = tuple(_VLLM)
 
 
 def _convert_sizes(c: Any) -> None:
