@@ -12,13 +12,14 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from kedge import verifiers
+from kedge import plugins, verifiers
 from kedge.cli.arguments import parse
 from kedge.cli.data import load_prompts
 from kedge.data.mixer import choose_rows, mix, parse_mixer
@@ -515,3 +516,12 @@ def test_verifiers_can_be_named_and_pickled(name: str) -> None:
     assert copy.__name__ == known_verifiers()[name].__name__  # type: ignore[attr-defined]
     assert copy.on("answer").column == "answer"
     assert pickle.loads(pickle.dumps(r1_style_format))(["</think><answer>a</answer>"]) == [1.0]
+
+
+def test_a_broken_plug_in_costs_no_other_verifier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = EntryPoint("broken", "no_such_module:score", "kedge.rewards")
+    monkeypatch.setattr(plugins, "find", lambda group: {"broken": broken})
+    assert by_column()(["18"], dataset=["gsm8k"], ground_truth=["18"]) == [1.0]
+    assert caplog.text.count("'broken' of a package is no_such_module:score") == 1

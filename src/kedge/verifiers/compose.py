@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from kedge.verifiers.base import Verifier, read_column, read_scores
 from kedge.verifiers.mathematics import math as math_answers
 from kedge.verifiers.numbers import gsm8k
 
+logger = logging.getLogger(__name__)
 RewardFunc = Callable[..., Sequence[float | None]]
 REPORTS = ("log_metric", "log_extra", "trainer_state")
 
@@ -178,8 +180,16 @@ _CORE: dict[str, RewardFunc] = {
 
 def known_verifiers() -> dict[str, RewardFunc]:
     """All verifiers by name: Kedge's, and those of entry points in ``kedge.rewards``."""
-    found = {name: plugins.load("kedge.rewards", name) for name in plugins.find("kedge.rewards")}
-    return _CORE | {name: function for name, function in found.items() if function is not None}
+    found = dict(_CORE)
+    for name in plugins.find("kedge.rewards"):
+        try:
+            function = plugins.load("kedge.rewards", name)
+        except ConfigError as error:  # rows that do not name it can be scored
+            logger.warning("%s", error)
+            continue
+        if function is not None:
+            found[name] = function
+    return found
 
 
 def by_column(verifiers: Mapping[str, RewardFunc] | None = None, **options: Any) -> ByColumn:
