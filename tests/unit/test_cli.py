@@ -15,7 +15,7 @@ from kedge import GRPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import commands, main, run_command
-from kedge.cli.train.ppo import (
+from kedge.cli.ppo import (
     build_rewards,
     command_to_repeat,
     find_reward,
@@ -74,11 +74,9 @@ def test_python_m_kedge_is_the_command():
 def test_an_occupied_folder_and_an_unknown_rule_are_refused_before_any_weight_loads(
     tmp_path, rows, monkeypatch, capsys
 ):
-    import kedge.cli.train.ppo
+    import kedge.cli.ppo
 
-    monkeypatch.setattr(
-        kedge.cli.train.ppo, "load_policy", lambda *_: pytest.fail("weights loaded")
-    )
+    monkeypatch.setattr(kedge.cli.ppo, "load_policy", lambda *_: pytest.fail("weights loaded"))
     flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(rows)]
     flags += ["--reward_funcs", "math:fsum", "--output_dir", str(tmp_path / "run")]
     assert main(["ppo", *flags, "--algorithm", "kedge.algorithms:nope"]) == 2

@@ -15,11 +15,11 @@ from pkgutil import resolve_name
 from kedge import plugins
 from kedge.trainers import TRAINERS
 
-_TRAIN = "kedge.cli.train.ppo:main"
+_TRAIN = "kedge.cli.ppo:main"
 # The core's commands: module and function, and the line in ``kedge --help``.
 _CORE = {
     **{name: (_TRAIN, text) for name, (_, text) in TRAINERS.items()},
-    "generate": ("kedge.cli.tools.generate:main", "sample completions of prompts with a model"),
+    "generate": ("kedge.cli.generate:main", "sample completions of prompts with a model"),
 }
 
 EXAMPLE = """\

@@ -25,7 +25,7 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Options, parser
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.train.ppo import ModelPaths, load_algorithm, model_names
+from kedge.cli.ppo import ModelPaths, load_algorithm, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages, find_engine
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
