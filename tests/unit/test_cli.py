@@ -9,9 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 import yaml
+from docs.generate import command_flags
 
 from kedge import GRPOConfig
+from kedge.cli import quick
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import commands, main, run_command
@@ -61,6 +64,25 @@ def test_help_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", ["--help", "--kl_coff 0.1", "--max_steps x", "--config {file}"])
+def test_help_and_wrong_flags_are_answered_before_torch_is_imported(words, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 1e-5")
+    argv = ["ppo", *words.format(file=file).split()]
+    code = f"import sys, kedge.cli.main as m; code = m.main({argv})\n"
+    code += "assert not {'torch', 'transformers'} & {*sys.modules}; sys.exit(code)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == (0 if words == "--help" else 2), run.stderr
+    assert words == "--help" or run.stderr.startswith("kedge ppo: error: ")
+
+
+def test_flags_and_help_are_those_of_the_parsers():
+    written = json.loads(quick.FILE.read_text())
+    if written["transformers"] != transformers.__version__:
+        pytest.skip("another release of transformers has other fields")
+    assert quick.FILE.read_text() == command_flags(), "python docs/generate.py"
 
 
 def test_python_m_kedge_is_the_command():

@@ -47,6 +47,8 @@ ALIASES = (
 
 def advice(config: str, name: str) -> str:
     """Where a config takes a name that ``kedge.<config>`` does not know; "" if nowhere."""
+    if not config:  # flags of a command
+        return ""
     from kedge.ext.trl import options
 
     theirs = getattr(options, config, None)
