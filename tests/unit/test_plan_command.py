@@ -16,7 +16,6 @@ from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.config.ppo import RECIPES as OF_CONFIGS
-from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, settings
 from kedge.ext.cpu import matmul
 from kedge.ext.plan.command import human, optimizer_bytes, peaks, plan, short
