@@ -96,7 +96,6 @@ class ToolCall:
     error: str = ""  # what is wrong with the call, as text for the policy
     # The arguments as written, in formats that print 1 and "1" alike.
     texts: Mapping[str, str] = field(default_factory=dict)
-    id: str = ""  # as the policy wrote it, if the template's results name it
 
 
 @dataclass(frozen=True, slots=True)
