@@ -271,11 +271,6 @@ class EngineArguments:
         "With max_lag: train on whole batches in order, or on responses as they complete, "
         "which is faster if lengths differ much, but depends on timing.",
     )
-    num_partial_batches: Count | None = option(
-        None,
-        "Partial batches per iteration, for as_completed with engines that sample batches as a "
-        "whole: vllm_sleep, models without slots, custom engines. Unset: up to 4 per engine.",
-    )
     in_flight_weight_updates: bool = option(
         False,
         "With as_completed: engines get new weights while they sample, and responses continue with "

@@ -132,17 +132,6 @@ class PPOConfig(ValueArguments, OnPolicyConfig):
         "token",
         "Weight of a token: equal, equal per response, or 1 / response_length (policy loss alone).",
     )
-    kl_cov: Probability = option(
-        0.0,
-        "Share of tokens, of largest covariance of log-probability and advantage, with a penalty "
-        "on the change of their log-probability (KL-Cov, 0.002).",
-    )
-    kl_cov_coef: NonNegative = option(1.0, "Weight of the penalty of kl_cov.")
-    clip_cov: Probability = option(
-        0.0,
-        "Share of tokens, of those with a covariance from 1 to 5, without policy gradient "
-        "(Clip-Cov, 2e-4).",
-    )
     mask_truncated_completions: bool = option(
         False, "Exclude responses that were truncated at the length limit from the losses."
     )

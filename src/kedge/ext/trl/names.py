@@ -29,7 +29,6 @@ ALIASES = (
     ("local_rollout_forward_batch_size", "forward_batch_size", "micro_rollout_batch_size"),
     ("report_to", "log_with"),
     ("project", "tracker_project_name"),
-    ("eval_strategy", "evaluation_strategy"),
     ("torch_empty_cache_steps", "optimize_device_cache", "optimize_cuda_cache"),
     ("value_learning_rate", "critic_learning_rate", "critic_lr"),
     ("value_warmup_steps", "freezing_actor_steps"),
@@ -58,4 +57,11 @@ def advice(config: str, name: str) -> str:
 
 def suggest(config: str, name: str) -> tuple[tuple[str, ...], str]:
     """All names of the option that ``name`` is one of, and where a config takes it."""
+    from kedge.ext.trl.options import TRANSFORMERS4, Alias
+
+    removed = TRANSFORMERS4.get(name)
+    if isinstance(removed, Alias):
+        return (removed.target,), ""
+    if removed is not None:
+        return (), f"; {removed.reason}"
     return next((group for group in ALIASES if name in group), ()), advice(config, name)

@@ -61,6 +61,7 @@ def _warmup(share: Any) -> Any:
 _REMOVED: Names = {
     "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
     "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
+    "evaluation_strategy": Alias("eval_strategy"),
     "warmup_ratio": Alias("warmup_steps", _warmup, 0.0),
     "no_cuda": Alias("use_cpu", default=False),
     "adafactor": Alias("optim", lambda on: "adafactor" if on else "adamw_torch_fused", False),
@@ -78,6 +79,12 @@ _REMOVED: Names = {
         "set it there",
         **{"fsdp_min_num_params": 0, "fsdp_transformer_layer_cls_to_wrap": None},
     ),
+    **unsupported(
+        "it moved into accelerator_config",
+        "leave it out",
+        dispatch_batches=None,
+        split_batches=None,
+    ),
     **unsupported("rows are packed without padding instead", group_by_length=False),
     **unsupported(
         "it is part of the repository name",
@@ -89,6 +96,7 @@ _REMOVED: Names = {
         **{"use_mps_device": False, "jit_mode_eval": False, "tpu_num_cores": None},
         **{"tpu_metrics_debug": False, "use_legacy_prediction_loop": False, "past_index": -1},
         **{"include_inputs_for_metrics": False, "mp_parameters": "", "ray_scope": "last"},
+        **{"use_ipex": False, "sharded_ddp": "", "no_deprecation_warning": False},
     ),
     "include_tokens_per_second": NoEffect("tokens per second are always logged", False, (True,)),
 }
