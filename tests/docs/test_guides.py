@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import redraw
 from docs.generate import metrics_page
 
 from kedge import PPOConfig
@@ -116,7 +117,7 @@ FIGURES = {
     "demo, mean and worst seed": {
         "README.md": rf"to {RATE}, worst seed {RATE}",
         "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
-        "docs/demo.md": rf"\| PPO \|.*\| {RATE} \| {RATE} \|",
+        "docs/demo.md": rf"PPO wins {RATE} of .* in the worst seed {RATE}",
     },
     "text world, PPO and SAO": {
         "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
@@ -173,3 +174,7 @@ def test_every_named_test_exists(page: Path) -> None:
     for file, test in named:
         assert (ROOT / file).is_file(), file
         assert not test or test in functions_in(ROOT / file), f"{file}::{test}"
+
+
+def test_every_figure_is_drawn_from_its_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert redraw.main(["--check"]) == 0, capsys.readouterr().err

@@ -76,11 +76,13 @@ def test_options_and_metrics_of_sampling_ahead_exist() -> None:
 
 
 def test_two_simulators_agree_and_the_page_has_the_figures_of_the_first() -> None:
-    results = ROOT / "benchmarks" / "results"
+    results = ROOT / "benchmarks" / "records"
     recorded = json.loads((results / "dispatch.json").read_text())["simulation"]
     case = ("engines", "sigma", "load", "in_flight", "max_lag")
     first = {tuple(row[name] for name in case): row for row in recorded}
-    tables = {sigma: read("async.md").split(f"Sigma {sigma}:")[1] for sigma in (0.985, 0.5)}
+    tables = {
+        sigma: read("records/scheduling.md").split(f"Sigma {sigma}:")[1] for sigma in (0.985, 0.5)
+    }
     for row in json.loads((results / "dispatch_check.json").read_text()):
         want = first[tuple(row[name] for name in case)]
         (line,) = re.findall(

@@ -1,0 +1,207 @@
+"""Compare the figures of the pages with the records that they are drawn from.
+
+    python -m benchmarks.redraw            rewrite the tables that a record holds
+    python -m benchmarks.redraw --check    fail where a page and its record differ
+    python -m benchmarks.redraw --count    how many blocks of each page name a record, and which do not
+
+A page names the record of a block (paragraph, list or table) in a comment in it or just before it:
+
+    <!-- record: FILE.json tables.NAME -->    the table is this one: {"columns": [], "rows": [[]]}
+    <!-- record: FILE.json PATH PATH -->      each figure (a decimal or a percentage) is a number
+                                              below one of these paths, rounded, and each path
+                                              that leads to one number is in the block
+
+`*` in a path stands for every entry.  `<!-- records: FILE.json ... -->` anywhere in a page is the
+record of all blocks of the page that name none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
+BLOCK = re.compile(r"<!-- record: (\S+\.json) ?(.*?) -->")
+PAGE = re.compile(r"<!-- records: (.*?) -->")
+# What looks like a figure and is none: code, links, formulas, comments, papers, versions, sizes.
+NOT_MEASURED = re.compile(
+    r"`[^`]*`|\]\([^)]*\)|\$[^$]*\$|<!--.*?-->|\barXiv[: ]\S+|https?://\S+"
+    r"|\b(?:TRL|PyTorch|torch|transformers|vLLM|Python|Qwen|Llama|GLM|GiGPO|DeepSeek|Gym|LFM|verl)"
+    r"[ -]?v?\d[\w.+-]*|\b\d+(?:\.\d+)?[BMk]\b|\b95% (?:intervals?|within)|\(95%:?",
+    re.DOTALL,
+)
+NUMBER = r"(?<![\w.,/])-?\d+(?:,\d{3})*(?:\.\d+)?"
+FIGURE = re.compile(rf"({NUMBER})(?![\w-]|\.\d)( ?%)?")
+UNITS = (
+    "%|seconds?|minutes?|CPU s|ms|milliseconds|[MG]iB|[MG]B|nats|times (?:as|the)|tokens (?:per|a)"
+)
+MEASURED = re.compile(rf"{NUMBER} ?(?:{UNITS})\b|{NUMBER} ?%")
+
+
+@functools.cache
+def record(name: str) -> Any:
+    return json.loads((RECORDS / name).read_text(encoding="utf-8"))
+
+
+def below(value: Any, path: str) -> list[Any]:
+    """Everything that a dotted path leads to."""
+    places = [value]
+    for name in filter(None, path.split(".")):
+        found: list[Any] = []
+        for place in places:
+            if name == "*":
+                found += place.values() if isinstance(place, dict) else place
+            elif isinstance(place, list):
+                found.append(place[int(name)])
+            elif name in place:
+                found.append(place[name])
+        places = found
+    if not places:
+        raise KeyError(path)
+    return places
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for entry in value:
+            yield from numbers(entry)
+    elif isinstance(value, str):
+        yield from (float(x.replace(",", "")) for x in re.findall(NUMBER, value))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def figures(text: str) -> list[tuple[float, float, bool]]:
+    """Decimals and percentages of a text: value, half a unit of the last digit, whether a share."""
+    found = []
+    for digits, percent in FIGURE.findall(NOT_MEASURED.sub(" ", text)):
+        if percent or "." in digits:
+            places = len(digits.partition(".")[2])
+            value = float(digits.replace(",", ""))
+            found.append((value, 0.5000001 * 10**-places, bool(percent)))
+    return found
+
+
+def is_drawn(figure: tuple[float, float, bool], known: list[float]) -> bool:
+    value, half, share = figure
+    scales = (1, 100) if share else (1, 1000, 0.001)  # also seconds of ms, GB of MB
+    return any(abs(abs(scale * x) - abs(value)) <= half for x in known for scale in scales)
+
+
+def table(rows: dict[str, list[Any]]) -> str:
+    lines = [rows["columns"], ["---"] * len(rows["columns"]), *rows["rows"]]
+    cells = (" | ".join(map(str, line)).strip() for line in lines)
+    return "\n".join(f"| {line} |".replace("| |", "| |") for line in cells).replace(
+        "| --- ", "|---"
+    )
+
+
+def blocks(text: str) -> list[str]:
+    """Parts between blank lines; fenced code is one part."""
+    parts: list[str] = []
+    fenced = False
+    for part in re.split(r"(\n\s*\n)", text):
+        if fenced:
+            parts[-1] += part
+        else:
+            parts.append(part)
+        fenced ^= bool(part.count("```") % 2)
+    return parts
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, dict) and {"columns", "rows"} <= value.keys()
+
+
+def normal(text: str) -> list[str]:
+    """A table's lines without the width of cells."""
+    lines = [line for line in text.strip().splitlines() if line.lstrip().startswith("|")]
+    return [re.sub(r"\s*\|\s*", "|", line.strip()) for line in lines]
+
+
+class Page:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.text = file.read_text(encoding="utf-8")
+        self.mistakes: list[str] = []
+        self.drawn = 0
+        self.without: list[str] = []
+
+    def check(self) -> None:
+        whole = [name for names in PAGE.findall(self.text) for name in names.split()]
+        waiting: list[tuple[str, str]] = []
+        for part in blocks(self.text):
+            named = BLOCK.findall(part)
+            if named and not re.sub(r"<!--.*?-->", "", part, flags=re.DOTALL).strip():
+                waiting = named
+            elif part.strip():
+                self._block(part, named + waiting, whole)
+                waiting = []
+
+    def _block(self, part: str, named: list[tuple[str, str]], whole: list[str]) -> None:
+        known: list[float] = []
+        for name, paths in named:
+            for path in paths.split() or [""]:
+                try:
+                    found = below(record(name), path)
+                except (KeyError, IndexError, ValueError, FileNotFoundError):
+                    return self._wrong(part, f"{name} has no {path}")
+                known += [x for value in found for x in numbers(value)]
+                if is_table(found[0]) and normal(part) != normal(table(found[0])):
+                    self._wrong(part, f"differs from {path} of {name}")
+                    self.text = self.text.replace(part.strip("\n"), table(found[0]))
+                single = len(found) == 1 and isinstance(found[0], int | float)
+                if single and not any(is_drawn(f, [found[0]]) for f in self._all(part)):
+                    self._wrong(part, f"does not state {path} of {name}: {found[0]}")
+        if not named:
+            known = [x for name in whole for x in numbers(record(name))]
+        is_code = part.lstrip("\n").startswith(("```", "    "))
+        if not named and (is_code or not whole):
+            if not is_code and MEASURED.search(NOT_MEASURED.sub(" ", part)):
+                self.without.append(part.strip().splitlines()[0][:90])
+            return None
+        self.drawn += bool(figures(part))
+        for figure in figures(part):
+            if not is_drawn(figure, known):
+                self._wrong(part, f"no record has {figure[0]:g}{'%' * figure[2]}")
+        return None
+
+    def _all(self, part: str) -> list[tuple[float, float, bool]]:
+        whole = FIGURE.findall(NOT_MEASURED.sub(" ", part))
+        plain = [(float(n.replace(",", "")), 0.5, False) for n, _ in whole if "." not in n]
+        return figures(part) + plain
+
+    def _wrong(self, part: str, why: str) -> None:
+        first = re.sub(r"<!--.*?-->", "", part, flags=re.DOTALL).strip().splitlines()[0]
+        self.mistakes.append(f"{self.file.relative_to(ROOT)}: {why}: {first[:70]}")
+
+
+def main(words: list[str] | None = None) -> int:
+    flags = argparse.ArgumentParser(prog="benchmarks.redraw")
+    flags.add_argument("--check", action="store_true", help="Change nothing; fail on a difference.")
+    flags.add_argument("--count", action="store_true", help="List blocks that name no record.")
+    args = flags.parse_args(words)
+    pages = [Page(file) for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
+    for page in pages:
+        page.check()
+        if args.count:
+            print(f"{page.drawn:4} {len(page.without):4}  {page.file.relative_to(ROOT)}")
+            print("".join(f"           {first}\n" for first in page.without), end="")
+        elif not args.check:
+            page.file.write_text(page.text, encoding="utf-8")
+    mistakes = [mistake for page in pages for mistake in page.mistakes]
+    print("\n".join(mistakes), file=sys.stderr)
+    return int(bool(mistakes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
