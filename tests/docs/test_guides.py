@@ -121,11 +121,11 @@ FIGURES = {
     },
     "text world, PPO and SAO": {
         "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
-        "docs/environments.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* also .* {RATE} \(71",
+        "docs/records/credit.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* reached {RATE} \(71",
     },
     "word problems, PPO": {
         "README.md": rf"\| 52.7% \|.* {RATE} \|",
-        "docs/agents.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
+        "docs/records/word_problems.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
     },
     "demo, perfect summaries": {
         "README.md": rf"perfect summaries: {RATE}",
