@@ -2,9 +2,9 @@
 
     python -m benchmarks.redraw            rewrite the tables that a record holds
     python -m benchmarks.redraw --check    fail where a page and its record differ
-    python -m benchmarks.redraw --count    how many blocks of each page name a record, and which do not
+    python -m benchmarks.redraw --count    list the blocks of each page that name none
 
-A page names the record of a block (paragraph, list or table) in a comment in it or just before it:
+A page names the record of a block (paragraph, list, table) in a comment in it or before it:
 
     <!-- record: FILE.json tables.NAME -->    the table is this one: {"columns": [], "rows": [[]]}
     <!-- record: FILE.json PATH PATH -->      each figure (a decimal or a percentage) is a number
@@ -148,32 +148,36 @@ class Page:
                 waiting = []
 
     def _block(self, part: str, named: list[tuple[str, str]], whole: list[str]) -> None:
-        known: list[float] = []
-        for name, paths in named:
-            for path in paths.split() or [""]:
-                try:
-                    found = below(record(name), path)
-                except (KeyError, IndexError, ValueError, FileNotFoundError):
-                    return self._wrong(part, f"{name} has no {path}")
-                known += [x for value in found for x in numbers(value)]
-                if is_table(found[0]) and normal(part) != normal(table(found[0])):
-                    self._wrong(part, f"differs from {path} of {name}")
-                    self.text = self.text.replace(part.strip("\n"), table(found[0]))
-                single = len(found) == 1 and isinstance(found[0], int | float)
-                if single and not any(is_drawn(f, [found[0]]) for f in self._all(part)):
-                    self._wrong(part, f"does not state {path} of {name}: {found[0]}")
-        if not named:
+        if named:
+            known = [x for name, paths in named for x in self._named(part, name, paths)]
+        elif part.lstrip("\n").startswith(("```", "    ")):
+            return
+        elif whole:
             known = [x for name in whole for x in numbers(record(name))]
-        is_code = part.lstrip("\n").startswith(("```", "    "))
-        if not named and (is_code or not whole):
-            if not is_code and MEASURED.search(NOT_MEASURED.sub(" ", part)):
+        else:
+            if MEASURED.search(NOT_MEASURED.sub(" ", part)):
                 self.without.append(part.strip().splitlines()[0][:90])
-            return None
+            return
         self.drawn += bool(figures(part))
         for figure in figures(part):
             if not is_drawn(figure, known):
                 self._wrong(part, f"no record has {figure[0]:g}{'%' * figure[2]}")
-        return None
+
+    def _named(self, part: str, name: str, paths: str) -> Iterator[float]:
+        """The numbers below the paths that a block names; what the block should have of them."""
+        for path in paths.split() or [""]:
+            try:
+                found = below(record(name), path)
+            except (KeyError, IndexError, ValueError, FileNotFoundError):
+                self._wrong(part, f"{name} has no {path}")
+                continue
+            yield from (x for value in found for x in numbers(value))
+            if is_table(found[0]) and normal(part) != normal(table(found[0])):
+                self._wrong(part, f"differs from {path} of {name}")
+                self.text = self.text.replace(part.strip("\n"), table(found[0]))
+            single = len(found) == 1 and isinstance(found[0], int | float)
+            if single and not any(is_drawn(f, [found[0]]) for f in self._all(part)):
+                self._wrong(part, f"does not state {path} of {name}: {found[0]}")
 
     def _all(self, part: str) -> list[tuple[float, float, bool]]:
         whole = FIGURE.findall(NOT_MEASURED.sub(" ", part))
