@@ -136,24 +136,27 @@ def test_runs_have_what_openrlbenchmark_filters_by(method: str, tmp_path: Path) 
     assert {*query["ceik"], *query["cen"]} <= trainer.args.to_sanitized_dict().keys()
 
 
-@pytest.mark.parametrize("number", range(7))
-def test_rewards(number: int) -> None:
-    found = examples("rewards.md")
-    assert len(found) == 7
-    if "Sandbox" in found[number] and attacks.WHY_NOT:
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [("rewards.md", n) for n in range(5)] + [("code-rewards.md", n) for n in range(2)],
+)
+def test_rewards(page: str, number: int) -> None:
+    source = examples(page)[number]
+    if "Sandbox" in source and attacks.WHY_NOT:
         pytest.skip(attacks.WHY_NOT)
-    exec(found[number], {})
+    exec(source, {})
 
 
 def test_every_verifier_is_on_the_page() -> None:
     helpers = {"Outcome", "known_verifiers", "Verifier", "ByColumn", "text_of"}
-    page = read("rewards.md")
+    page = read("rewards.md") + read("code-rewards.md")
     missing = [name for name in verifiers.__all__ if name not in page and name not in helpers]
     assert missing == []
 
 
 def test_the_table_counts_the_attacks() -> None:
-    counts = re.findall(r"^\| ([\w ]+):.*?\| (\d+) \|", read("rewards.md"), flags=re.MULTILINE)
+    page = read("code-rewards.md")
+    counts = re.findall(r"^\| ([\w ]+):.*?\| (\d+) \|", page, flags=re.MULTILINE)
     assert dict(counts) == {
         "files": str(len(attacks.FILES)),
         "processes": str(len(attacks.PROCESSES)),
