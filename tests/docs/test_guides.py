@@ -178,3 +178,13 @@ def test_every_named_test_exists(page: Path) -> None:
 
 def test_every_figure_is_drawn_from_its_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert redraw.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_what_the_answers_to_questions_name_exists() -> None:
+    page = (DOCS / "questions.md").read_text()
+    known = options() | OF_COMMANDS | {"measure", "value_model", "value_model_path"}
+    assert set(re.findall(r"--([a-z_][a-z_0-9]*)", page)) - known == set()
+    metrics = set(re.findall(r"`([a-z]+/[a-z_]+)`", page))
+    assert {name for name in metrics if name not in NAMES} == set()
+    commands = set(re.findall(r"`kedge ([a-z-]+)", page))
+    assert commands <= set(cli.commands())
