@@ -7,9 +7,9 @@
 A page names the record of a block (paragraph, list, table) in a comment in it or before it:
 
     <!-- record: FILE.json tables.NAME -->    the table is this one: {"columns": [], "rows": [[]]}
-    <!-- record: FILE.json PATH PATH -->      each figure (a decimal or a percentage) is a number
-                                              below one of these paths, rounded, and each path
-                                              that leads to one number is in the block
+    <!-- record: FILE.json PATH PATH -->      each figure (a decimal, or a number with a unit) is
+                                              a number below one of these paths, rounded; the first
+                                              number of a path to one number or text is in the block
 
 `*` in a path stands for every entry.  `<!-- records: FILE.json ... -->` anywhere in a page is the
 record of all blocks of the page that name none.
@@ -38,11 +38,8 @@ NOT_MEASURED = re.compile(
     re.DOTALL,
 )
 NUMBER = r"(?<![\w.,/])-?\d+(?:,\d{3})*(?:\.\d+)?"
-FIGURE = re.compile(rf"({NUMBER})(?![\w-]|\.\d)( ?%)?")
-UNITS = (
-    "%|seconds?|minutes?|CPU s|ms|milliseconds|[MG]iB|[MG]B|nats|times (?:as|the)|tokens (?:per|a)"
-)
-MEASURED = re.compile(rf"{NUMBER} ?(?:{UNITS})\b|{NUMBER} ?%")
+UNIT = r" ?%| (?:CPU )?(?:seconds?|minutes?|m?s|[MG]i?B|nats|times (?:as|the)|tokens (?:per|a))\b"
+FIGURE = re.compile(rf"({NUMBER})(?![\w-]|\.\d)({UNIT})?")
 
 
 @functools.cache
@@ -80,14 +77,14 @@ def numbers(value: Any) -> Iterator[float]:
         yield float(value)
 
 
-def figures(text: str) -> list[tuple[float, float, bool]]:
-    """Decimals and percentages of a text: value, half a unit of the last digit, whether a share."""
+def figures(text: str, *, every: bool = False) -> list[tuple[float, float, bool]]:
+    """Decimals, and numbers with a unit: value, half a unit of the last digit, whether a share."""
     found = []
-    for digits, percent in FIGURE.findall(NOT_MEASURED.sub(" ", text)):
-        if percent or "." in digits:
+    for digits, unit in FIGURE.findall(NOT_MEASURED.sub(" ", text)):
+        if every or unit or "." in digits:
             places = len(digits.partition(".")[2])
             value = float(digits.replace(",", ""))
-            found.append((value, 0.5000001 * 10**-places, bool(percent)))
+            found.append((value, 0.5000001 * 10**-places, "%" in unit))
     return found
 
 
@@ -116,10 +113,6 @@ def blocks(text: str) -> list[str]:
             parts.append(part)
         fenced ^= bool(part.count("```") % 2)
     return parts
-
-
-def is_table(value: Any) -> bool:
-    return isinstance(value, dict) and {"columns", "rows"} <= value.keys()
 
 
 def normal(text: str) -> list[str]:
@@ -155,7 +148,7 @@ class Page:
         elif whole:
             known = [x for name in whole for x in numbers(record(name))]
         else:
-            if MEASURED.search(NOT_MEASURED.sub(" ", part)):
+            if any(unit for _, unit in FIGURE.findall(NOT_MEASURED.sub(" ", part))):
                 self.without.append(part.strip().splitlines()[0][:90])
             return
         self.drawn += bool(figures(part))
@@ -172,17 +165,13 @@ class Page:
                 self._wrong(part, f"{name} has no {path}")
                 continue
             yield from (x for value in found for x in numbers(value))
-            if is_table(found[0]) and normal(part) != normal(table(found[0])):
+            kind = type(found[0]) if len(found) == 1 else list
+            if kind is dict and "rows" in found[0] and normal(part) != normal(table(found[0])):
                 self._wrong(part, f"differs from {path} of {name}")
                 self.text = self.text.replace(part.strip("\n"), table(found[0]))
-            single = len(found) == 1 and isinstance(found[0], int | float)
-            if single and not any(is_drawn(f, [found[0]]) for f in self._all(part)):
+            first = [] if kind in (dict, list) else [*numbers(found[0])][:1]
+            if first and not any(is_drawn(f, first) for f in figures(part, every=True)):
                 self._wrong(part, f"does not state {path} of {name}: {found[0]}")
-
-    def _all(self, part: str) -> list[tuple[float, float, bool]]:
-        whole = FIGURE.findall(NOT_MEASURED.sub(" ", part))
-        plain = [(float(n.replace(",", "")), 0.5, False) for n, _ in whole if "." not in n]
-        return figures(part) + plain
 
     def _wrong(self, part: str, why: str) -> None:
         first = re.sub(r"<!--.*?-->", "", part, flags=re.DOTALL).strip().splitlines()[0]
@@ -203,7 +192,7 @@ def main(words: list[str] | None = None) -> int:
         elif not args.check:
             page.file.write_text(page.text, encoding="utf-8")
     mistakes = [mistake for page in pages for mistake in page.mistakes]
-    print("\n".join(mistakes), file=sys.stderr)
+    sys.stderr.writelines(f"{mistake}\n" for mistake in mistakes)
     return int(bool(mistakes))
 
 
