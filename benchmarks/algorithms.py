@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
-RESULTS = Path(__file__).parent / "results" / "algorithms.json"
+RESULTS = Path(__file__).parent / "records" / "algorithms.json"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NAMES = {
     "ppo": "PPO",

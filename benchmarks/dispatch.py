@@ -38,7 +38,7 @@ from kedge.records.types import PromptBatch, RewardOutput, Rollout, Sample, Samp
 from kedge.rollout.scheduler.dispatch import Dispatcher, deal
 from kedge.rollout.scheduler.joining import SampleStore
 
-RESULTS = Path(__file__).parent / "results" / "dispatch.json"
+RESULTS = Path(__file__).parent / "records" / "dispatch.json"
 MEDIAN, CAP, SIGMAS, LOADS, SLOTS, GROUP = 600, 8192, (0.985, 0.5), (0.0, 0.67), 64, 8
 PAUSE = 0.02  # of the ideal time of an iteration, for each weight update in flight
 PREFILL = 0.01  # steps of a full engine to read one token of a response that moved

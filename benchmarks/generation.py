@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "generation.json"
+RESULTS = ROOT / "benchmarks" / "records" / "generation.json"
 ENGINES = ("embedded", "vllm", "generate")
 PROMPT = NEW = 32
 SHAPES = {

@@ -35,7 +35,7 @@ from benchmarks.ppo_vs_trl.cases import CASES, Case, models, tokenizer
 from benchmarks.ppo_vs_trl.side import common
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "long_responses.json"
+RESULTS = Path(__file__).parent / "records" / "long_responses.json"
 ROWS, PROMPT, AGAINST = 2, 32, 1024
 STAGES = {"sampling": "generate", "logprobs": "compute_logprobs", "training": "optimizer_step"}
 

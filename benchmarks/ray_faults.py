@@ -37,7 +37,7 @@ import psutil
 from .ray_nodes import two_nodes
 from .ray_run import ITERATIONS, LIMIT, Run, line_of, rows, same
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "records"
 OTHER = re.compile("preflight|the trained model is in|the resumed run|Token authentication")
 SUSPENDED = 70.0  # seconds
 LONG = 600.0  # seconds of a long iteration

@@ -25,7 +25,7 @@ from transformers import (
 from kedge import PPOConfig, PPOTrainer
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "records"
 
 
 def run(

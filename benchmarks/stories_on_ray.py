@@ -33,7 +33,7 @@ from kedge import PPOConfig, PPOTrainer
 from kedge.math.kl import over_vocabulary
 
 SHARED = Path(os.environ.get("KEDGE_SHARED", Path(__file__).parents[2] / "shared"))
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "records"
 APART: dict[str, Any] = {
     "rollout_engine": "ray",
     "vllm_num_engines": 2,

@@ -21,7 +21,7 @@ from benchmarks.ppo_vs_trl.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "benchmarks" / ".venv-trl011"
-RESULTS = ROOT / "benchmarks" / "results" / "classic_vs_trl.json"
+RESULTS = ROOT / "benchmarks" / "records" / "classic_vs_trl.json"
 UPDATES = {"stories260k": 5, "pythia-14m": 3, "pythia-160m": 2}
 NAMES = ("generate", "step", "both", "cpu_generate", "cpu_step", "cpu_both")
 

@@ -54,7 +54,7 @@ def measure(run: str, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__)
-    flags.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
+    flags.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "records" / "gpu.json")
     flags.add_argument("--runs", nargs="+", default=RUNS, help="what to run, in this order")
     flags.add_argument("--seconds", type=float, default=110, help="most seconds of one run")
     args = flags.parse_args()

@@ -120,7 +120,7 @@ def main() -> None:
     flags.add_argument("--response", type=int, default=256)
     flags.add_argument("--seconds", type=float, default=150, help="most seconds of one process")
     flags.add_argument(
-        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_sampling.json"
+        "--output", type=Path, default=ROOT / "benchmarks" / "records" / "gpu_sampling.json"
     )
     flags.add_argument("--side", choices=ENGINES, help=argparse.SUPPRESS)
     args = flags.parse_args()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "groups_vs_trl.json"
+RESULTS = ROOT / "benchmarks" / "records" / "groups_vs_trl.json"
 UPDATES = {"stories260k": 5, "pythia-14m": 3}
 
 

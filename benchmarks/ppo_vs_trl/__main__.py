@@ -30,7 +30,7 @@ from benchmarks.ppo_vs_trl.cases import CASES
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "benchmarks" / ".venv-trl"
-RESULTS = ROOT / "benchmarks" / "results" / "ppo_vs_trl.json"
+RESULTS = ROOT / "benchmarks" / "records" / "ppo_vs_trl.json"
 UPDATES = {"stories260k": 5, "pythia-14m": 3, "pythia-160m": 2, "qwen-0.5b-lora": 2}
 LIKE = {
     "value_adapter": ("kedge", "trl-value-adapter"),

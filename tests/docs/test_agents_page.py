@@ -12,10 +12,21 @@ from kedge import PPOConfig
 from kedge.cli.main import main
 from kedge.environments import Response, ToolEnvironment
 
-PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-GAME, TOOL, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-ENVIRONMENTS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
-EXAMPLE, FUNCTION, *_ = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
+AGENT, ADAPTERS, ENVIRONMENTS, CONTEXTS = (
+    (DOCS / name).read_text(encoding="utf-8")
+    for name in ("agents.md", "adapters.md", "environments.md", "contexts.md")
+)
+
+
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+
+(TOOL,) = examples(AGENT)
+LAKE, TIC_TAC_TOE, GAME = examples(ADAPTERS)
+EXAMPLE, FUNCTION = examples(ENVIRONMENTS)
+(COMPACT,) = examples(CONTEXTS)
 
 
 def test_a_game_by_hand() -> None:
@@ -70,7 +81,7 @@ def test_textarena() -> None:
 
 def test_all_extras_exist() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    extras = re.findall(r"install -e '\.\[(\w+)\]'", PAGE)
+    extras = set(re.findall(r"install -e '\.\[(\w+)\]'", ADAPTERS))
     assert len(extras) == 4
     assert all(f"\n{extra} = [" in project for extra in extras)
 
@@ -93,6 +104,13 @@ def test_the_example_trains() -> None:
     game.reset(seed=3, options={})
     answers = [game.step(Response(str(guess))) for guess in range(1, 10)]
     assert [answer[:3] for answer in answers].count((None, 1.0, True)) == 1
+
+
+def test_a_new_context_has_the_messages_that_are_given() -> None:
+    names: dict[str, Any] = {}
+    exec(COMPACT, names)
+    (message,) = names["compact"]("Find the key.", "The key is red.").messages
+    assert message["content"].endswith("The key is red.")
 
 
 def test_the_tool_has_a_schema() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import redraw
 from docs.generate import metrics_page
 
 from kedge import PPOConfig
@@ -116,15 +117,15 @@ FIGURES = {
     "demo, mean and worst seed": {
         "README.md": rf"to {RATE}, worst seed {RATE}",
         "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
-        "docs/demo.md": rf"\| PPO \|.*\| {RATE} \| {RATE} \|",
+        "docs/demo.md": rf"PPO wins {RATE} of .* in the worst seed {RATE}",
     },
     "text world, PPO and SAO": {
         "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
-        "docs/environments.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* also .* {RATE} \(71",
+        "docs/records/credit.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* reached {RATE} \(71",
     },
     "word problems, PPO": {
         "README.md": rf"\| 52.7% \|.* {RATE} \|",
-        "docs/agents.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
+        "docs/records/word_problems.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
     },
     "demo, perfect summaries": {
         "README.md": rf"perfect summaries: {RATE}",
@@ -173,3 +174,17 @@ def test_every_named_test_exists(page: Path) -> None:
     for file, test in named:
         assert (ROOT / file).is_file(), file
         assert not test or test in functions_in(ROOT / file), f"{file}::{test}"
+
+
+def test_every_figure_is_drawn_from_its_record(capsys: pytest.CaptureFixture[str]) -> None:
+    assert redraw.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_what_the_answers_to_questions_name_exists() -> None:
+    page = (DOCS / "questions.md").read_text()
+    known = options() | OF_COMMANDS | {"measure", "value_model", "value_model_path"}
+    assert set(re.findall(r"--([a-z_][a-z_0-9]*)", page)) - known == set()
+    metrics = set(re.findall(r"`([a-z]+/[a-z_]+)`", page))
+    assert {name for name in metrics if name not in NAMES} == set()
+    commands = set(re.findall(r"`kedge ([a-z-]+)", page))
+    assert commands <= set(cli.commands())

@@ -76,11 +76,13 @@ def test_options_and_metrics_of_sampling_ahead_exist() -> None:
 
 
 def test_two_simulators_agree_and_the_page_has_the_figures_of_the_first() -> None:
-    results = ROOT / "benchmarks" / "results"
+    results = ROOT / "benchmarks" / "records"
     recorded = json.loads((results / "dispatch.json").read_text())["simulation"]
     case = ("engines", "sigma", "load", "in_flight", "max_lag")
     first = {tuple(row[name] for name in case): row for row in recorded}
-    tables = {sigma: read("async.md").split(f"Sigma {sigma}:")[1] for sigma in (0.985, 0.5)}
+    tables = {
+        sigma: read("records/scheduling.md").split(f"Sigma {sigma}:")[1] for sigma in (0.985, 0.5)
+    }
     for row in json.loads((results / "dispatch_check.json").read_text()):
         want = first[tuple(row[name] for name in case)]
         (line,) = re.findall(
@@ -134,24 +136,27 @@ def test_runs_have_what_openrlbenchmark_filters_by(method: str, tmp_path: Path) 
     assert {*query["ceik"], *query["cen"]} <= trainer.args.to_sanitized_dict().keys()
 
 
-@pytest.mark.parametrize("number", range(7))
-def test_rewards(number: int) -> None:
-    found = examples("rewards.md")
-    assert len(found) == 7
-    if "Sandbox" in found[number] and attacks.WHY_NOT:
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [("rewards.md", n) for n in range(5)] + [("code-rewards.md", n) for n in range(2)],
+)
+def test_rewards(page: str, number: int) -> None:
+    source = examples(page)[number]
+    if "Sandbox" in source and attacks.WHY_NOT:
         pytest.skip(attacks.WHY_NOT)
-    exec(found[number], {})
+    exec(source, {})
 
 
 def test_every_verifier_is_on_the_page() -> None:
     helpers = {"Outcome", "known_verifiers", "Verifier", "ByColumn", "text_of"}
-    page = read("rewards.md")
+    page = read("rewards.md") + read("code-rewards.md")
     missing = [name for name in verifiers.__all__ if name not in page and name not in helpers]
     assert missing == []
 
 
 def test_the_table_counts_the_attacks() -> None:
-    counts = re.findall(r"^\| ([\w ]+):.*?\| (\d+) \|", read("rewards.md"), flags=re.MULTILINE)
+    page = read("code-rewards.md")
+    counts = re.findall(r"^\| ([\w ]+):.*?\| (\d+) \|", page, flags=re.MULTILINE)
     assert dict(counts) == {
         "files": str(len(attacks.FILES)),
         "processes": str(len(attacks.PROCESSES)),
@@ -298,14 +303,15 @@ def test_the_classic_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("peft")
     prepare_classic(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert len(examples("classic.md")) == 6
     names = run("classic.md")
+    (override,) = examples("reference/classic.md")
+    exec(override, names)
     assert Path("my_ppo_model/value_head.safetensors").exists()
     assert names["ppo_trainer"].current_step == 3
 
 
 def test_every_statistic_of_the_classic_api_is_explained() -> None:
-    table = read("classic.md").partition("## Statistics")[2]
+    table = read("reference/classic.md").partition("## Statistics")[2]
     for key in KEYS:
         prefix, name = key.rsplit("/", 1)
         named = key in table or (prefix.startswith(("time", "tokens")) and _part(name) in table)

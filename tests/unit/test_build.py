@@ -1,6 +1,4 @@
-"""From a trainer's arguments to a run: what is refused first, loaded, handed to each part, and said
-of settings that train, but seldom well; what plugged-in parts may hand over.
-"""
+"""Assembly of a trainer: invalid inputs, loading, wiring, plug-ins, warnings about settings."""
 
 from __future__ import annotations
 

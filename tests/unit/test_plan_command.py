@@ -359,7 +359,8 @@ def test_sizes_that_do_not_fit(options, message):
     assert message in str(error.value)
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+DEFAULTS = (ROOT / "docs" / "reference" / "defaults.md").read_text()
 
 
 def show_settings(recipe, size):
@@ -433,7 +434,7 @@ def test_every_number_has_a_source_and_no_name_is_unknown(task, algorithm, model
 
 
 def test_recipes_and_async_ppo_have_todays_values():
-    table = PAGE.split("## Surprising defaults")[1].split("Some defaults")[0]
+    table = DEFAULTS.split("## Surprising defaults")[1].split("Some defaults")[0]
     rows = [re.findall("`(.+?)`", line) for line in table.splitlines() if line.startswith("| `")]
     used = {x: {f"{getattr(AsyncPPOConfig, x):g}"} for x in ("learning_rate", "adam_epsilon")}
     for recipe, size in itertools.product(RECIPES.values(), SIZES[1:]):

@@ -62,8 +62,8 @@ def ppo(
         r_t = -kl_coef KL_t + [t has the score] score      A = scale(GAE(r, V))
         L = sum_t w_t (-min(rho_t A_t, clip(rho_t) A_t)) + vf_coef sum_t v_t L_value,t
 
-    scale(x) = (x - mean x) / max(std x, 1).  Whitening would also scale up; where all responses
-    succeed, x is the error of the value model, and the policy would unlearn what it has solved.
+    scale(x) = (x - mean x) / max(std x, 1).  Unlike whitening, never scales up: if every response
+    succeeds, x is only the value model's error, and amplifying it would undo what was learned.
 
     With ``credit="turn"`` a turn of an episode is one action: its reward is the sum over its
     tokens, V is that of the state before its first token (the only one the value model is trained

@@ -213,9 +213,9 @@ class EpisodeLimits:
     def observation_limit(self, episode: Episode, length: int, *, before: int = 0) -> int:
         """Tokens to keep of an observation of ``length`` tokens; 0 ends the episode.
 
-        It is cut above ``max_observation_tokens``, and if it leaves less than the longest turn so
-        far, unless half of the room, or ``max_turn_tokens``, is not less.  The first ``before`` of
-        the tokens are a conversation that is read again.
+        Cut to ``max_observation_tokens``.  Cut further if the policy would have less room than its
+        longest turn so far, but never reserve more than half of the remaining room (or
+        ``max_turn_tokens``).  The first ``before`` tokens are a conversation that is read again.
         """
         room = self.tokens_left(episode)
         length = min(length, before + (self.max_observation_tokens or length))

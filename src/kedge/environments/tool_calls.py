@@ -1,7 +1,7 @@
 """Tool calls and reasoning in the text of a response, in the format of the model's chat template.
 
 A call that cannot be read becomes a ``ToolCall`` with an error for the policy.  Calls within the
-reasoning are not calls.  ``docs/agents.md`` has the table of model families.
+reasoning are not calls.  ``docs/reference/tool-calls.md`` has the table.
 """
 
 # ruff: noqa: RUF001  (DeepSeek's markers have bars of another width)

@@ -364,8 +364,9 @@ class TurnTokens:
         if not self._by_template:
             raise ConfigError(
                 "the chat template renders a tool call in a format that is not read back:"
-                f" {rendered[:200]!r}; use the template of a family in docs/agents.md, one without"
-                " tools (and describe them and <tool_call> in a system message), or a tokenizer"
+                f" {rendered[:200]!r}; use the template of a family in"
+                " docs/reference/tool-calls.md, one without tools (and describe them and"
+                " <tool_call> in a system message), or a tokenizer"
                 " with a response_template for transformers' parse_response"
             )
 

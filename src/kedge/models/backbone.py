@@ -261,7 +261,7 @@ class BackboneCache:
         if below is None:
             named = dict(backbone.named_parameters(remove_duplicate=False))
             if not depth or not any(p.requires_grad for p in named.values()):
-                return  # with other weights, a reference reads each row once
+                return  # nothing to cache: a reference with other weights reads each row once
             layer = {name: layer_number(name, prefix) for name in named}
             frozen = {n: p for n, p in named.items() if not p.requires_grad}
             weights = {n: p for n, p in frozen.items() if (layer[n] or 0) < depth}

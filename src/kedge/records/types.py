@@ -158,8 +158,8 @@ class Rollout(Record):
     # int64 [B, R]; policy version that sampled the token, -1: the row's; ``policy_version`` is then
     # the oldest in the row
     token_version: Tensor | None = rows_field(fill=-1, absent="fill", wide_as="ids", default=None)
-    # bool [B, R]; tokens that begin a new context: what stands before them, the prompt included, is
-    # not read any more
+    # bool [B, R]; True where the model starts reading afresh: it does not attend to earlier tokens,
+    # not even to the prompt
     context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)
 
     @property
@@ -301,8 +301,7 @@ class Loss:
         return sum(rest, start=first)
 
 
-# The denominator of a metric that only some episodes report but that averages over all of them:
-# when totals are merged, episodes without the metric have no entry.
+# Marks a metric to be divided by the number of all episodes, even if only some report it.
 PER_EPISODE = math.inf
 
 

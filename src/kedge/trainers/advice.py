@@ -105,7 +105,7 @@ def learning_rate(run: Settings) -> str | None:
         return (
             "defaults suit single responses rather than episodes; recommended:"
             f" {', '.join(f'{n}={today[n]}' for n in unset)}, which PPOConfig.recipe('agent') and"
-            " --recipe agent set; docs/recipes.md has the sources"
+            " --recipe agent set; docs/reference/defaults.md has the sources"
         )
     high = rate >= HIGH_RATE if large else rate > HIGH_RATE and trained >= MEDIUM
     if not high or args.num_ppo_epochs <= 1:

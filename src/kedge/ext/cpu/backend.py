@@ -122,8 +122,8 @@ class CPUBackend(Backend):
 def prepacked_bytes(weights: int, *, low: bool, checkpointing: bool) -> int:
     """Memory that ``Kernels.prepacked`` takes for so many weights; 0 if it packs nothing.
 
-    The rule does not ask for free memory: products with packed weights may have other last bits,
-    and a run that resumes must repeat them.  ``low``: sampling uses bfloat16 (under autocast).
+    The decision ignores free memory on purpose: packed weights round differently, and a resumed
+    run must make the same choice.  ``low``: sampling uses bfloat16 (under autocast).
     """
     faster = may_run_in_bf16(_FLOAT32) if low else by_prepacked_weights(_FLOAT32)
     size = weights * (2 if low else 4)

@@ -159,8 +159,8 @@ def base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class WeightFolder:
     """A folder that is deleted with this object, or at the end of the process.
 
-    A process that is killed leaves its folders, perhaps with a policy in shared memory; the next
-    one that makes a folder in the same place deletes them.  Its owner holds a lock on each.
+    A process that is killed leaves its folders, perhaps with a policy in shared memory.  A live
+    process holds a lock on its folders; a new process deletes folders that none has locked.
     Without ``parent`` it lies in this machine's shared memory, or in its temporary folder.
     """
 

@@ -245,7 +245,7 @@ class StopCriteria:
         self._responses: list[list[int]] = []
 
     def ended(self, tokens: Tensor) -> Tensor:
-        """Whether each of the next tokens int64 [T, b] ends a stop token or string."""
+        """True where one of the next tokens completes a stop token or string, bool [T, b]."""
         ended = torch.isin(tokens, self._ids)
         for t, step in enumerate(tokens.tolist() if self._strings else []):
             for response, token in zip(self._responses, step, strict=True):

@@ -5,9 +5,10 @@ Groups are numbered over the run: ``number // K`` is the iteration whose prompts
 was started with version v must be trained on by step ``v + max_lag``.  Two rules guarantee it:
 
     start   number n starts with version v only if n < (v + max_lag + 1) K
-    take    of those due by step t, at most (t - s) K are left after step s, for every t
+    take    after step s, for every later t, at most (t - s) K groups due by step t may remain
 
-A step waits for groups that the second rule requires; none is dropped.  Compare the admission rule
+(otherwise step t could not use them all).  A step waits for groups that the second rule requires;
+none is dropped.  Compare the admission rule
 of AReaL (arXiv:2505.24298, section 5.1).
 
 With in-flight weight updates (PipelineRL, arXiv:2509.19128) tokens have versions, not groups.  What

@@ -384,7 +384,7 @@ class PPOTrainer(PPOSteps):
             response_masks: [R_i] each; tokens with 0 get no loss and no reward (tool output).
 
         Returns:
-            The statistics listed in ``docs/classic.md``: floats, and numpy arrays per token.
+            The statistics of ``docs/reference/classic.md``: floats, and numpy arrays per token.
         """
         self._recorder.begin()
         c = self.config
