@@ -110,22 +110,10 @@ FIGURES = {
         "docs/results.md": r"GRPO, ([\d.]+) minutes on two CPU cores",
         "docs/chat_model.md": r"([\d.]+) minutes on two CPU cores",
     },
-    "PPO against TRL on a GPU, time and memory": {
-        "README.md": r"([\d.]+) times as fast as TRL 1.12's, with ([\d.]+) of the memory",
-        "docs/performance.md": r"([\d.]+) times as fast as TRL's, with ([\d.]+) of its memory",
-    },
     "demo, mean and worst seed": {
         "README.md": rf"to {RATE}, worst seed {RATE}",
         "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
         "docs/demo.md": rf"PPO wins {RATE} of .* in the worst seed {RATE}",
-    },
-    "text world, PPO and SAO": {
-        "README.md": rf"\| {RATE}; \[SAO\]\(docs/algorithms/sao.md\) {RATE} \|",
-        "docs/records/credit.md": rf"(?s)the default\) \| \*\*{RATE}\*\* .* reached {RATE} \(71",
-    },
-    "word problems, PPO": {
-        "README.md": rf"\| 52.7% \|.* {RATE} \|",
-        "docs/records/word_problems.md": rf"\*\*PPO, tokens\*\* .*\*\*{RATE} \(",
     },
     "demo, perfect summaries": {
         "README.md": rf"perfect summaries: {RATE}",
