@@ -412,11 +412,11 @@ class ScriptArguments:
 
     sft_model_path: str = option(
         "EleutherAI/pythia-160m",
-        "The folder or hub name of the policy and the reference. Only scripts read it.",
+        "The folder or hub name of the policy and the reference, for commands and scripts.",
     )
     reward_model_path: str = option(
         "EleutherAI/pythia-160m",
-        "The folder or hub name of the reward model. Only scripts read it.",
+        "The folder or hub name of the reward model, for commands and scripts.",
     )
 
 
