@@ -1,5 +1,7 @@
 # make demo   the main job        make setup   the set-up
-# make test   what to run after a change: six minutes on two cores        make test-all   every test
+# make check  after a change: format, lint, types, the unit tests of what changed; about a minute
+# make test   before a commit: one test of every kind; six minutes on two cores
+# make test-all   every test
 # make test-isa   the fast tests as a processor without AVX-512 (or without AVX2) computes them
 # make demo-agent   an agent of many turns: a text world, from a careless expert to PPO
 # make headline   the demo with ten seeds, and a table with intervals
@@ -24,29 +26,36 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint fast smoke slow \
+.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint check fast smoke slow \
 	setup bench bench-gpu dist clean help
 
 help:
 	@sed -n 's/^# //p' Makefile
 
-# PyTorch first, by version: a bare "torch" would bring several gigabytes of CUDA packages.
-$(STAMP): pyproject.toml constraints.txt
+# What the demo needs.  PyTorch first, by version: a bare "torch" would bring several gigabytes of CUDA
+# packages.  pip would compile every module of every package: a minute that the demo does not wait for.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo "kedge: setting up $(VENV), about a minute"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,sft,math,docs]"
+	$(BIN)/python -m pip install --quiet --no-compile "torch==2.13.0"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[sft]"
+	@touch $@
+
+# What tests, linters and pages need.
+$(STAMP): $(VENV)/.demo
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev,math,docs]"
+	-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1
 	@touch $@
 
 setup: $(STAMP)
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/python examples/demo/run.py
 
-demo-agent: setup
+demo-agent: $(VENV)/.demo
 	$(BIN)/python examples/agent/run.py
 
-headline: setup
+headline: $(VENV)/.demo
 	$(BIN)/python examples/demo/run.py --output_dir runs/headline --seeds 0 1 2 3 4 5 6 7 8 9
 
 docs: setup
@@ -56,6 +65,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: lint
+	@tests=$$($(BIN)/python -m tests.changed); if [ -n "$$tests" ]; then $(PYTEST) -m "not slow and not vllm and not ray" $$tests; fi
 
 # The environment of the second part is made while the first part runs.
 test: lint

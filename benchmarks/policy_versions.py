@@ -124,8 +124,6 @@ def table() -> list[str]:
                 rule = "as completed" if flags else "in order"
                 column[f"engines wait, {rule} | "] = f"{sum(waits.values()):.0f} s"
             column["learners wait | "] = f"{waits['learners']:.1f} s"
-            phases = plan.peaks(found, options.config, ranks=LEARNERS, stage=3)
-            column["peak of the first learner's GPU | "] = plan.human(max(phases.values()))
         columns.append(column)
     names = list(dict.fromkeys(name for column in columns for name in column if name))
     heads = " | ".join(column[""] for column in columns)

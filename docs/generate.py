@@ -1,22 +1,30 @@
 """Writes the generated pages and tables of the documentation.
 
-python docs/generate.py        rewrites docs/reference and the tables in docs/algorithms
+python docs/generate.py        rewrites docs/reference, the tables in docs/algorithms, and the
+                               flags that `kedge ppo --help` shows
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import json
+import os
 import re
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import transformers
 from transformers import TrainingArguments
 
 from kedge.algorithms import BUILTIN
+from kedge.cli import quick
 from kedge.cli.arguments import FIRST
+from kedge.cli.ppo import parser
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import NoEffect, Unsupported, default_of, status
 from kedge.config.dialect import Alias
@@ -27,6 +35,7 @@ from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.ext.open_instruct.trainer import OPEN_INSTRUCT_NAMES
 from kedge.ext.trl import options as trl
 from kedge.loop.metrics import NAMES, PREFIXES, TRL_NAMES
+from kedge.trainers import TRAINERS
 
 Row = tuple[str, ...]  # a name, and the words after the columns
 Cells = dict[str, str]  # trainer -> its cell
@@ -297,8 +306,27 @@ def _table_reference(
     return [*opening, head, "|---" * (head.count("|") - 1) + "|", *lines, ""]
 
 
+def command_flags() -> str:
+    """The flags and help texts of the commands that train, as JSON; at 80 columns."""
+    flags, texts = {}, {}
+    for command in TRAINERS:
+        texts[command] = {"first": _help(command), "all": _help(command, "all")}
+        full = parser(command)
+        flags[command] = quick.describe(full, full.nullable)
+    found = {"transformers": transformers.__version__, "help": texts, "flags": flags}
+    return json.dumps(found, ensure_ascii=False).replace("}], [[", "}],\n[[") + "\n"
+
+
+def _help(command: str, *words: str) -> str:
+    text = io.StringIO()
+    with redirect_stdout(text), mock.patch.dict(os.environ, COLUMNS="80"):
+        parser(command).show_help(["--help", *words])
+    return text.getvalue().rstrip()
+
+
 def main() -> None:
     """Rewrite everything that is generated, in place."""
+    quick.FILE.write_text(command_flags(), encoding="utf-8")
     docs = Path(__file__).parent
     (docs / "reference" / "metrics.md").write_text(metrics_page(), encoding="utf-8")
     (docs / "reference" / "options.md").write_text(options_page(), encoding="utf-8")

@@ -438,10 +438,6 @@ BUGS = {
             "algorithm.uniform(rollout, change(rollout, reward_output))",
             "algorithm.uniform(rollout, reward_output)",
         ),
-        "covariances of tokens that do not train": (
-            "else e.trained & output.loss_mask",
-            "else e.trained",
-        ),
         "a constant length divides the sum of every response": (
             "mb.row_weight[:, None] / (response_length * weight)",
             "mb.row_weight[:, None] / response_length",

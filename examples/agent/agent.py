@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from model import load, save_untrained
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
-from kedge.cli.tools.generate import generate_completions
+from kedge.cli.generate import generate_completions
 from kedge.config.common import EnvironmentArguments
 from kedge.config.ppo import RECIPES
 from kedge.environments.games import Calculator, TextWorld

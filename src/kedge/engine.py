@@ -15,12 +15,10 @@ from kedge.algorithms.base import (
 )
 from kedge.algorithms.transforms import (
     add_entropy,
-    clip_cov,
     decouple_rewards,
     divide_by_length,
     divide_scores,
     drop_uniform_groups,
-    kl_cov,
     mask_truncated,
     penalize_overlong,
     resample_uniform_groups,
@@ -80,8 +78,8 @@ __all__ += ["Hook", "Loop", "StepControl", "StepLimits", "StepReport", "Updater"
 __all__ += ["compute_batch_sizes", "make_experience", "micro_batches", "optimize", "scalar_model"]
 # Algorithms: parts that they share, and transforms.
 __all__ += ["Algorithm", "group_advantages", "policy_metrics", "policy_terms", "reference_kl"]
-__all__ += ["add_entropy", "clip_cov", "decouple_rewards", "divide_by_length", "divide_scores"]
-__all__ += ["drop_uniform_groups", "kl_cov", "mask_truncated", "penalize_overlong"]
+__all__ += ["add_entropy", "decouple_rewards", "divide_by_length", "divide_scores"]
+__all__ += ["drop_uniform_groups", "mask_truncated", "penalize_overlong"]
 __all__ += ["resample_uniform_groups", "shaped_rewards", "uniform_rows", "without_reference"]
 # Formulas.
 __all__ += ["Clip", "RatioMask", "clipped_policy_loss", "clipped_value_loss", "gae", "group_mean"]

@@ -61,8 +61,13 @@ def _of_sources() -> tuple[EntryPoint, ...]:
         distribution(DISTRIBUTION)
         return ()
     except PackageNotFoundError:
-        if sys.version_info < (3, 11) or not project.is_file():
+        if not project.is_file():
             return ()
+        if sys.version_info < (3, 11):
+            raise ConfigError(
+                f"Kedge at {project.parent} is not installed, and Python 3.10 cannot read its"
+                " pyproject.toml; install it (pip install -e .)"
+            ) from None
     import tomllib
 
     groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]

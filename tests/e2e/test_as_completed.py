@@ -1,4 +1,4 @@
-"""Pieces as completed, through the public trainer."""
+"""Groups as completed, through the public trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, remax, rloo
+from kedge import GRPOConfig, GRPOTrainer, remax, rloo
 from kedge.loop import updater
 from kedge.records.errors import ConfigError
 from kedge.records.types import RewardOutput, Rollout
@@ -48,7 +48,6 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
     ("changes", "said"),
     [
         ({"max_lag": 0}, "max_lag=0 does not sample during training; set max_lag=1"),
-        ({"num_partial_batches": 0}, "num_partial_batches=0"),
         (
             {"rollout_schedule": "in_order", "in_flight_weight_updates": True},
             "needs rollout_schedule=.as_completed.",
@@ -56,12 +55,12 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
         ({"sampler_correction": "mask_old"}, "leaves out tokens older than max_lag, which only"),
         ({"rollout_schedule": "random"}, "rollout_schedule='random'"),
         (
-            {
-                "rollout_engine": ScriptedRollouts([]),
-                "in_flight_weight_updates": True,
-                "sampler_correction": "off",
-            },
-            "in_flight_weight_updates=True needs a rollout engine",
+            {"rollout_engine": ScriptedRollouts([]), "sampler_correction": "off"},
+            "ScriptedRollouts samples whole batches .*; set rollout_schedule=.in_order.",
+        ),
+        (
+            {"algorithm": remax()},
+            "remax needs a greedy response .* set rollout_schedule=.in_order.",
         ),
     ],
 )
@@ -152,29 +151,18 @@ def test_in_flight_every_token_trains_with_its_own_weight_or_old_ones_are_left_o
     assert any(row.get("rollout/too_old_tokens") for row in logged) == drops
 
 
-@pytest.mark.parametrize(
-    ("kind", "in_flight"),
-    [("dynamic sampling", False), ("dynamic sampling", True), ("greedy baselines", False)],
-)
-def test_groups_that_depend_on_scores_complete_one_by_one(
-    kind: str, in_flight: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_groups_that_depend_on_scores_complete_one_by_one(in_flight: bool, tmp_path: Path) -> None:
     options = OPTIONS | {
         "output_dir": str(tmp_path),
         "in_flight_weight_updates": in_flight,
         "total_episodes": 48,
         "reward_funcs": lambda completions, **_: [len(c.split()) // 4 for c in completions],
     }
-    if kind == "dynamic sampling":
-        trainer = make(GRPOTrainer, GRPOConfig, dynamic_sampling=2, num_generations=2, **options)
-    else:
-        options |= {"top_k": 8, "algorithm": remax()}
-        options["num_generations"] = 2
-        trainer = make(RLOOTrainer, RLOOConfig, **options)
+    trainer = make(GRPOTrainer, GRPOConfig, dynamic_sampling=2, num_generations=2, **options)
     assert trainer.engine.rollout_engine.info.slots > 0
     trainer.train()
     logged = rows(trainer)
     assert len(logged) == 6
     assert all(row["rollout/lag_max" if in_flight else "rollout/lag"] <= 2 for row in logged)
-    if kind == "dynamic sampling":
-        assert sum(row["rollout/resampled_groups"] for row in logged) > 0
+    assert sum(row["rollout/resampled_groups"] for row in logged) > 0

@@ -116,11 +116,10 @@ def test_a_failing_evaluation_costs_no_update(tmp_path: Path) -> None:
     assert saved(tmp_path) == [3, 4]
 
 
-def test_pieces_as_completed_begin_anew(tmp_path: Path) -> None:
+def test_groups_as_completed_begin_anew(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "max_lag": 1,
         "rollout_schedule": "as_completed",
-        "num_partial_batches": 2,
         "total_episodes": 24,
         "save_strategy": "steps",
         "output_dir": str(tmp_path),

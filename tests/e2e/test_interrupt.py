@@ -63,7 +63,7 @@ ENDLESS = """
     from pathlib import Path
     from tests.e2e.small import small
 
-    pieces = {"rollout_schedule": "as_completed", "num_partial_batches": 2}
+    pieces = {"rollout_schedule": "as_completed"}
     made = small(
         output_dir=os.environ["RUN"], total_episodes=400, save_strategy="steps", save_steps=1,
         response_length=60, stop_token=None, preflight=False, max_lag=int(os.environ["LAG"]),

@@ -29,7 +29,7 @@ def work(folder: str, out: str) -> None:
         logging_steps=1,
         max_lag=int(os.environ.get("MAX_LAG", "0")),
         **{"value_source": "copy", "freeze_value_attention": True, "num_value_epochs": 2},
-        **{"value_learning_rate": 1e-2, "scale_rewards": "running", "kl_cov": 0.1},
+        **{"value_learning_rate": 1e-2, "scale_rewards": "running"},
     )
     made.train()
     keys = ("objective/kl", "objective/scores", "loss/policy_avg", "loss/value_avg", "grad_norm")

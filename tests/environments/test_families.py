@@ -81,8 +81,7 @@ def tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
 
 def rendered(chat_template: str, calls: int = 1) -> tuple[str, str, str] | None:
     """A prompt, what the template adds for calls, and for their results; None if it refuses."""
-    kimi = "<|tool_call_begin|>" in chat_template  # its ids contain the name
-    ids = [f"functions.find:{i}" if kimi else f"00010000{i}" for i in range(calls)]
+    ids = [f"00010000{i}" for i in range(calls)]
     how: dict[str, Any] = {"tools": TOOLS, "chat_template": chat_template, "bos_token": "<s>"}
     how["eos_token"] = "<stop>"
     for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):  # DeepSeek wants a text
@@ -148,8 +147,7 @@ def results_are_exact(chat_template: str) -> int:
     for calls in (1, 2):
         parts = rendered(chat_template, calls)
         if parts is not None:
-            kimi = "<|tool_call_begin|>" in chat_template
-            ids = [f"functions.find:{i}" if kimi else f"00010000{i}" for i in range(calls)]
+            ids = [f"00010000{i}" for i in range(calls)]
             between = tokens.between(QUESTION, results(ids), last=-1, stopped=False)
             text = tokenizer(chat_template).decode(between)
             assert text.count("OUTPUT") == calls
@@ -160,7 +158,7 @@ def results_are_exact(chat_template: str) -> int:
 
 # Parts of the names of templates whose calls must be read.
 NAMES = (
-    *("Kimi-K2", "MiniMax-M1", "MiniMax-M2", "Llama-4", "Phi-4-mini", "Qwen3-Coder", "Qwen2.5"),
+    *("MiniMax-M1", "MiniMax-M2", "Llama-4", "Phi-4-mini", "Qwen3-Coder", "Qwen2.5"),
     *("Mistral", "DeepSeek-V3", "DeepSeek-V4", "Seed-OSS", "GLM-4", "Nemotron", "granite-4"),
     *("gpt-oss", "gemma-4", "Hermes", "Apriel", "xlam", "hunyuan", "SmolLM3"),
 )
@@ -232,12 +230,11 @@ def test_a_call_within_the_reasoning_is_not_made() -> None:
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ("<|tool_call_begin|>" + 20_000 * " ", 1),
         ("to=functions." + 20_000 * "a", 0),
         ("<tool_call>f" + 600 * "</arg_value>" + 600 * "<arg_key></arg_key><arg_value>", 1),
         ("[TOOL_CALLS]a" + 20_000 * " ", 1),
     ],
-    ids=["Kimi K2", "gpt-oss", "GLM", "Mistral"],
+    ids=["gpt-oss", "GLM", "Mistral"],
 )
 def test_long_degenerate_text_is_read_in_linear_time(text: str, calls: int) -> None:
     """Else the search takes seconds to hours, in which no other thread runs."""
@@ -245,7 +242,7 @@ def test_long_degenerate_text_is_read_in_linear_time(text: str, calls: int) -> N
 
 
 ENDS = {
-    "Kimi K2": "<|tool_call_end|>", "DeepSeek V3.1": "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "DeepSeek V3.1": "<｜tool▁call▁end｜>",  # noqa: RUF001
     "MiniMax-M2": "</invoke>", "DeepSeek V3.2": "</｜DSML｜invoke>",  # noqa: RUF001
     "FunctionGemma": "<end_function_call>", "Qwen3-Coder without tags": "</function>",
 }  # fmt: skip
@@ -259,15 +256,6 @@ def test_a_call_without_its_end_does_not_take_arguments_of_the_next(family: str)
         assert "has no end" in call.error
     else:
         assert answers(text, parse_any) == [RIGHT, RIGHT]
-
-
-def test_a_call_without_arguments_does_not_swallow_the_next() -> None:
-    """Each has its own error or result."""
-    begin, arguments, end = (f"<|tool_call_{x}|>" for x in ("begin", "argument_begin", "end"))
-    text = f"{begin}functions.find:0{end}{begin}functions.find:1{arguments}{JSON}{end}"
-    first, second = parse_any(text)
-    assert "not valid JSON" in first.error
-    assert (second.name, second.id, second.error) == ("find", "functions.find:1", "")
 
 
 def test_a_value_may_have_the_words_of_a_mark() -> None:
@@ -296,9 +284,6 @@ OTHERS = {
     "Qwen3-Coder": f"<tool_call>\n<function=find>{XML}</function>\n</tool_call>\n" * 2,
     "Qwen3-Coder without tags": f"<function=find>{XML}</function>\n" * 2,
     "Seed-OSS": f"<seed:tool_call>\n<function=find>\n{XML}\n</function>\n</seed:tool_call>" * 2,
-    "Kimi K2": "<|tool_calls_section_begin|>"
-    f"<|tool_call_begin|>functions.find:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>"
-    f"<|tool_call_begin|>functions.find:1<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
     "MiniMax-M2": "<minimax:tool_call>\n"
     + f'<invoke name="find">\n{NAMED}</invoke>\n' * 2
     + "</minimax:tool_call>",
@@ -324,17 +309,6 @@ def test_other_families(text: str) -> None:
     assert answers(text, parse_any) == [RIGHT, RIGHT]
     cut_off = parse_any(text[: text.rindex("a b") + 2])
     assert [bool(call.error) for call in cut_off] in ([False, True], [True])
-
-
-def test_kimi_names_results_by_the_id_of_the_call() -> None:
-    """Its template has the mark of gpt-oss too, and prints "functions." before names."""
-    chat_template = "{{ 'functions.' + name }}<|tool_call_begin|>"
-    environment = ToolEnvironment([find])
-    environment.reset(seed=0, options={})
-    response = Response(OTHERS["Kimi K2"], parse=tool_parser(chat_template))
-    messages, *_ = environment.step(response)
-    assert [m["tool_call_id"] for m in messages] == ["functions.find:0", "functions.find:1"]
-    assert [m["content"] for m in messages] == [RIGHT, RIGHT]
 
 
 @pytest.mark.parametrize("family", PARSED)

@@ -7,9 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from kedge import plugins
+from kedge.records.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
@@ -78,3 +83,13 @@ def test_engine_environment_reward_and_tracker_train(
 def test_a_command_runs_and_is_listed(installed: dict[str, str]) -> None:
     assert run(installed, "-m", "kedge", "greet", "--name", "you") == "hello you\n"
     assert re.search(r"^  greet +say hello$", run(installed, "-m", "kedge", "--help"), re.M)
+
+
+def test_sources_on_python_3_10_must_be_installed(monkeypatch):
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(plugins, "distribution", absent)
+    monkeypatch.setattr(plugins, "sys", SimpleNamespace(version_info=(3, 10)))
+    with pytest.raises(ConfigError, match=r"is not installed, .*install it \(pip install -e \.\)"):
+        plugins._of_sources.__wrapped__()

@@ -1,4 +1,4 @@
-"""Pieces as completed: whatever the timing, none is older than the lag, lost, or used twice."""
+"""Groups as completed: whatever the timing, none is older than the lag, lost, or used twice."""
 
 from __future__ import annotations
 
@@ -181,18 +181,7 @@ def answer(prompts: PromptBatch, versions: list[int]) -> Rollout:
     )
 
 
-class Wide(Sampler):
-    """Any number of rows."""
-
-    def generate(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> Rollout:
-        self._dawdle()
-        if self.rng.random() < self.failures:
-            raise Broken
-        width = self.rng.randint(1, 4)
-        return answer(prompts, [self.version] * width)
-
-
-class Slots(Wide):
+class Slots(Sampler):
     """Holds single prompts, each for a few tokens; sometimes it dies and samples them again."""
 
     info = EngineInfo(slots=5, updates_in_flight=True)
@@ -265,7 +254,6 @@ class Writing(Run):
 def writing(
     lag: int,
     samplers: list[Any],
-    pieces: int,
     *,
     in_flight: bool = False,
     kind: type[Writing] = Writing,
@@ -284,37 +272,35 @@ def writing(
         **{"reward": parts.get("reward", Judge()), "learner": plain.learner},
         **{"algorithm": parts.get("algorithm", plain.algorithm), "kl": plain.kl},
         **{"batch_sizes": plain.batch_sizes, "sampling": plain.sampling, "max_lag": lag},
-        **{"partial_batches": pieces, "in_flight_weight_updates": in_flight},
+        **{"as_completed": True, "in_flight_weight_updates": in_flight},
     )
     run.log, run.newest = [], []
     return run
 
 
 def threads(
-    number: int, *, slots: bool = False, in_flight: bool = False, ranks: int = 1, **parts: Any
+    number: int, *, in_flight: bool = False, ranks: int = 1, **parts: Any
 ) -> tuple[list[tuple[int, int, int]], int]:
-    """A run with real threads, failures, stops, resumes and, with slots, engines that die.
+    """A run with real threads, failures, stops, resumes and engines that die.
 
     Returns what was trained on, and the number of iterations.
     """
     pool = None if ranks == 1 else Ranks(ranks)
     rng = random.Random(number)
     deaths = rng.choice([0.0, 0.1])
-    lag, updates, pieces = rng.randint(1, 3), rng.randint(1, 6), rng.choice([1, 2, 3, 6])
+    lag, updates = rng.randint(1, 3), rng.randint(1, 6)
     failures = rng.choice([0.0, 0.0, 0.02])
     log: list[tuple[int, int, int]] = []
     saved: Any = [None] * ranks
     while True:
         samplers = [
             Slots(random.Random(rng.random()), failures, deaths=deaths)
-            if slots
-            else Wide(random.Random(rng.random()), failures)
             for _ in range(rng.randint(1, 4))
         ]
         every, stop = rng.randint(1, 3), rng.randint(1, 8)
 
         def work(rank: int) -> tuple[Writing, Any]:
-            run = writing(lag, samplers, pieces, in_flight=in_flight, ranks=pool, **parts)  # noqa: B023
+            run = writing(lag, samplers, in_flight=in_flight, ranks=pool, **parts)  # noqa: B023
             if saved[rank] is not None:
                 run.load_state_dict(saved[rank][0])
                 run.restore(saved[rank][1])
@@ -343,15 +329,10 @@ def check(number: int, **options: Any) -> None:
     assert prompts == [step * 100 + row for step in range(updates) for row in range(12)]
 
 
-def test_threads_keep_the_bound_and_lose_nothing() -> None:
-    for number in range(60):
-        check(number)
-
-
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_engines_with_slots_keep_the_bound_and_lose_nothing(in_flight: bool) -> None:
+def test_threads_keep_the_bound_and_lose_nothing(in_flight: bool) -> None:
     for number in range(60):
-        check(number, slots=True, in_flight=in_flight)
+        check(number, in_flight=in_flight)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
@@ -360,20 +341,23 @@ def test_ranks_that_share_engines_keep_the_bound_and_lose_nothing(
     in_flight: bool, ranks: int
 ) -> None:
     for number in range(20):
-        check(number, slots=number % 4 > 0 or in_flight, in_flight=in_flight, ranks=ranks)
+        check(number, in_flight=in_flight, ranks=ranks)
 
 
-def thirds(batch: PromptBatch) -> list[torch.Tensor]:
-    groups = group_rows(batch)[1]
-    return [torch.cat(groups[i : i + 2]) for i in range(0, 6, 2)]
+def thirds(batch: PromptBatch, version: int = 0) -> list[Sample]:
+    """Samples of two groups each, which have 1, 2 and 3 tokens."""
+    groups, parts = group_rows(batch)[1], []
+    for width in range(1, 4):
+        prompts = batch.rows(torch.cat(groups[2 * width - 2 : 2 * width]))
+        rollout = answer(prompts, [version] * width)
+        times = {"time/rollout": float(width)}
+        parts.append(Sample(rollout=rollout, reward_output=Judge().score(rollout), times=times))
+    return parts
 
 
-def test_joined_pieces_are_the_batch() -> None:
-    run = writing(1, [Wide(random.Random(0), 0.0)], 3)
-    collector = run.scheduler.collector  # type: ignore[attr-defined]
+def test_joined_groups_are_the_batch() -> None:
     batch = Batches().batch(4)
-    sampler = Wide(random.Random(1), 0.0)
-    parts: list[Sample] = [collector.draw(4, sampler, rows) for rows in thirds(batch)]
+    parts = thirds(batch)
     whole = join_groups(parts, batch)
     rollout = whole.rollout
     assert rollout.prompts.ids.tolist() == batch.ids.tolist()
@@ -381,20 +365,19 @@ def test_joined_pieces_are_the_batch() -> None:
         part.rollout.loss_mask.shape[1] for part in parts for _ in range(4)
     ]
     assert len(whole.reward_output.scores) == 12
-    seconds = sum(part.times["time/rollout"] for part in parts)
-    assert whole.times["time/rollout"] == pytest.approx(seconds)
+    assert whole.times["time/rollout"] == 6.0
     with pytest.raises(ValueError, match="got 4 groups for an iteration of 6"):
         join_groups(parts[:2], batch)
 
 
 def test_a_lane_that_keeps_old_weights_is_caught() -> None:
-    class Deaf(Wide):
+    class Deaf(Slots):
         def load_weights(self, weights: Any, version: int) -> Receipt:
             self.version = 0
             return Receipt(version=version, fingerprint=str(version))
 
     with pytest.raises(SyncError, match="which it confirmed, but used version 0"):
-        writing(1, [Deaf(random.Random(0), 0.0)], 2).run(4)
+        writing(1, [Deaf(random.Random(0), 0.0)]).run(4)
 
 
 def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> None:
@@ -416,7 +399,7 @@ def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> 
             self.run.rollout_engine.load_weights(self.run.weights(), report.step)
             return False
 
-    run, learner = writing(1, [Wide(random.Random(0), 0.0)], 3), Full()
+    run, learner = writing(1, [Slots(random.Random(0), 0.0)]), Full()
     run.learner = learner  # type: ignore[assignment]
     hooks = Evaluates(run, every=99, stop=99)
     run.hooks = [hooks]
@@ -427,17 +410,13 @@ def test_weights_that_no_rank_can_evaluate_with_cost_no_finished_iteration() -> 
 
 
 def test_samples_of_another_size_or_lag_are_refused_on_resume() -> None:
-    sampler = Wide(random.Random(0), 0.0)
-    run, batch = writing(2, [sampler], 3), Batches().batch(2)
-    sampler.version = 2
-    collector = run.scheduler.collector  # type: ignore[attr-defined]
-    flight = [collector.draw(2, sampler, rows) for rows in thirds(batch)]
+    flight = thirds(Batches().batch(2), version=2)
     single = [flight[0].rows(torch.tensor([0, 1, 2]))]
-    other = writing(2, [Wide(random.Random(0), 0.0)], 6)
+    other = writing(2, [Slots(random.Random(0), 0.0)])
     other.step = 2
     with pytest.raises(CheckpointError, match="must have 2 responses per prompt, got 1"):
         other.restore(single)
-    nearer = writing(1, [Wide(random.Random(0), 0.0)], 3)
+    nearer = writing(1, [Slots(random.Random(0), 0.0)])
     nearer.step = 4
     with pytest.raises(CheckpointError, match="too old for max_lag=1"):
         nearer.restore(flight)

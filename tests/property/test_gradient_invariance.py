@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kedge.algorithms import grpo, ppo, reinforce_pp, remax, rloo
-from kedge.algorithms.transforms import divide_by_length, kl_cov
+from kedge.algorithms.transforms import divide_by_length
 from kedge.loop.stages import micro_batches
 from kedge.math.losses import RatioMask
 from tests.learners import experience, gradient, learner, rollout
@@ -57,7 +57,7 @@ def test_micro_batches_padding_order_and_groups_by_length(whole, micro_rows, pad
 
 OTHERS = [
     replace(ppo(cliprange=RatioMask(0.05, 0.05)), weighting="row_then_token_mean"),
-    divide_by_length(kl_cov(ppo(cliprange=0.05), share=0.3), response_length=50),
+    divide_by_length(ppo(cliprange=0.05), response_length=50),
     *(rloo(), rloo(ratio_level="token"), reinforce_pp(ratio_level="sequence", beta=0.1), remax()),
     *(
         grpo(loss_type=x, response_length=50, beta=0.1)
@@ -72,7 +72,6 @@ def test_micro_batches_of_other_losses(algorithm):
     data = batch()
     data = replace(
         data,
-        penalized=data.loss_mask & (data.ids % 3 == 0),
         ref_logprobs=data.old_logprobs - 0.1 * data.rewards,
     )
     mixed = torch.tensor([3, 5, 0, 2, 1, 4])

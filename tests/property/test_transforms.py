@@ -8,11 +8,9 @@ import torch
 
 from kedge.algorithms import Algorithm, grpo, ppo, reinforce_pp, rloo
 from kedge.algorithms.transforms import (
-    clip_cov,
     divide_by_length,
     divide_scores,
     drop_uniform_groups,
-    kl_cov,
     mask_truncated,
     penalize_overlong,
     resample_uniform_groups,
@@ -66,7 +64,7 @@ OURS = {
 
 
 def tensors(out):
-    names = ("rewards", "advantages", "returns", "loss_mask", "value_mask", "penalized")
+    names = ("rewards", "advantages", "returns", "loss_mask", "value_mask")
     return {n: x for n in names if (x := getattr(out, n)) is not None}
 
 
@@ -121,41 +119,6 @@ def test_scores_that_are_divided_give_the_advantages_of_smaller_scores(name):
     found = divide_scores(OURS[name](), 4.0).compute_advantages(e, 0.1)
     want = tensors(OURS[name]().compute_advantages(smaller, 0.1))
     assert all(torch.equal(tensors(found)[n], x) for n, x in want.items())
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_covariances_are_those_of_tokens_that_train(inner):
-    """Whether the filter comes before or after; broken: without the filter."""
-    e = inputs()
-
-    def chosen(*transforms):
-        algorithm = own()
-        for transform in transforms:
-            algorithm = transform(algorithm)
-        return algorithm.compute_advantages(e, 0.0)
-
-    def penalty(algorithm):
-        return kl_cov(algorithm, share=0.2)
-
-    def clip(algorithm):
-        return clip_cov(algorithm, share=0.1)
-
-    filters = [mask_truncated, penalty, clip] if inner else [penalty, clip, mask_truncated]
-    out = chosen(*filters)
-    rows, columns = (e.rollout.loss_mask & e.rollout.terminated[:, None]).nonzero().T
-    p, a = (
-        x[rows, columns].double()
-        for x in (e.model_outputs.logprobs, chosen(mask_truncated).advantages)
-    )
-    by_hand = (p - p.mean()) * (a - a.mean())
-    most = {*by_hand.topk(round(0.2 * len(by_hand))).indices.tolist()}
-    assert {*out.penalized[rows, columns].nonzero()[:, 0].tolist()} == most
-    assert out.penalized.sum() == len(most)
-    before = chosen(mask_truncated).advantages[rows, columns]
-    zeroed = (out.advantages[rows, columns] == 0) & (before != 0)
-    assert zeroed.any()
-    assert ((by_hand[zeroed] >= 1) & (by_hand[zeroed] <= 5)).all()
-    assert not torch.equal(chosen(penalty).penalized, out.penalized)
 
 
 @pytest.mark.parametrize("weighting", ["token_mean", "row_then_token_mean"])

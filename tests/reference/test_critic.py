@@ -10,19 +10,13 @@ import torch
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig
 from kedge.algorithms import ppo
-from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
+from kedge.algorithms.transforms import divide_by_length
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
 from kedge.learner.reference import frozen_copy
 from kedge.loop.control import EntropyBonus, StepControl
 from kedge.loop.stages import EpochPlan, make_experience, optimize
-from kedge.math.losses import (
-    RatioMask,
-    clip_cov_tokens,
-    covariances,
-    kl_cov_tokens,
-    masked_policy_loss,
-)
+from kedge.math.losses import RatioMask, masked_policy_loss
 from kedge.math.ratios import Correction
 from kedge.models.freezing import freeze_attention
 from kedge.models.model import causal_parts
@@ -32,7 +26,7 @@ from kedge.records.types import PolicyOutput, RewardOutput
 from kedge.testing import tiny_policy
 from tests.e2e.small import length_reward, rows, small
 from tests.learners import VOCAB, experience, learner, rollout, take_step
-from tests.unit.advantage_inputs import evidence, micro_batch, one_rank, prefix
+from tests.unit.advantage_inputs import micro_batch, prefix
 
 LENGTHS = [4, 1, 3]
 MASK = prefix(LENGTHS)
@@ -116,44 +110,6 @@ def test_aggregation(how, weight):
         for i, t in MASK.nonzero().tolist()
     )
     assert policy_loss(algorithm, new, mb)[0] == pytest.approx(expected, rel=1e-5)
-
-
-class TestCovariance:
-    """Section 4 of arXiv:2505.22617."""
-
-    def test_tokens_by_hand(self):
-        logprobs, _, advantages = batch(3)
-        pairs = [(float(logprobs[i, t]), float(advantages[i, t])) for i, t in MASK.nonzero()]
-        means = [sum(column) / 8 for column in zip(*pairs, strict=True)]
-        by_hand = [(p - means[0]) * (a - means[1]) for p, a in pairs]
-        found = covariances(logprobs, advantages, MASK, all_reduce=one_rank)
-        assert found[MASK].tolist() == pytest.approx(by_hand, abs=1e-6)
-        found = found[MASK]
-        chosen = kl_cov_tokens(found, share=0.25)
-        assert chosen.sum() == 2
-        assert set(found[chosen].tolist()) == set(sorted(found.tolist())[-2:])
-        inside = clip_cov_tokens(found, share=1.0, low=0.0, high=0.1)
-        assert torch.equal(inside, (found >= 0) & (found <= 0.1))
-        assert clip_cov_tokens(found, share=1.0, low=50.0, high=60.0).sum() == 0
-
-    def test_kl_cov_penalizes_its_tokens_alone(self):
-        algorithm = kl_cov(ppo(cliprange=math.inf), share=0.25, coef=2.0)
-        penalized = torch.zeros_like(MASK)
-        penalized[0, 2] = True
-        new, mb = step_of(algorithm, penalized=penalized)
-        plain = policy_loss(ppo(cliprange=math.inf), new, mb)[0]
-        penalty = 2.0 * abs(float(new[0, 2] - mb.rows.old_logprobs[0, 2])) / 8
-        assert policy_loss(algorithm, new, mb)[0] - plain == pytest.approx(penalty, rel=1e-5)
-
-    def test_clip_cov_takes_the_gradient_of_its_tokens(self):
-        scores = [-30.0, 20.0, -8.0]
-        inputs = evidence(scores, [0, 1, 2], lengths=LENGTHS, values=torch.zeros(MASK.shape))
-        inputs.model_outputs.logprobs.copy_(3 * batch()[0])
-        plain = ppo().compute_advantages(inputs, 0.0).advantages
-        clipped = clip_cov(ppo(), share=0.2).compute_advantages(inputs, 0.0).advantages
-        changed = (plain != clipped).nonzero()
-        assert changed.tolist() == [[0, 0], [0, 1]]  # a fifth of eight tokens; (1, 0) is left
-        assert (clipped[plain != clipped] == 0).all()
 
 
 class TestEntropyBonus:

@@ -104,11 +104,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (small, {**URL, "min_new_tokens": 2}, "min_new_tokens=2 is not supported with the server"),
     (
         small,
-        {**AS_COMPLETED, "num_partial_batches": 3},
-        "must divide the 4 prompts of a rank; valid values: 1, 2, 4",
-    ),
-    (
-        small,
         {"sampler_correction": "off", "sampler_correction_high": 3.0},
         "sampler_correction_high=3.0 has no effect with sampler_correction='off'",
     ),

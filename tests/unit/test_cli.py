@@ -9,13 +9,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 import yaml
+from docs.generate import command_flags
 
 from kedge import GRPOConfig
+from kedge.cli import quick
 from kedge.cli.arguments import parse
 from kedge.cli.data import Splits, load_prompts
 from kedge.cli.main import commands, main, run_command
-from kedge.cli.train.ppo import (
+from kedge.cli.ppo import (
     build_rewards,
     command_to_repeat,
     find_reward,
@@ -63,6 +66,25 @@ def test_help_loads_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("words", ["--help", "--kl_coff 0.1", "--max_steps x", "--config {file}"])
+def test_help_and_wrong_flags_are_answered_before_torch_is_imported(words, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learning_rat: 1e-5")
+    argv = ["ppo", *words.format(file=file).split()]
+    code = f"import sys, kedge.cli.main as m; code = m.main({argv})\n"
+    code += "assert not {'torch', 'transformers'} & {*sys.modules}; sys.exit(code)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == (0 if words == "--help" else 2), run.stderr
+    assert words == "--help" or run.stderr.startswith("kedge ppo: error: ")
+
+
+def test_flags_and_help_are_those_of_the_parsers():
+    written = json.loads(quick.FILE.read_text())
+    if written["transformers"] != transformers.__version__:
+        pytest.skip("another release of transformers has other fields")
+    assert quick.FILE.read_text() == command_flags(), "python docs/generate.py"
+
+
 def test_python_m_kedge_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "kedge", "pop"], capture_output=True, text=True, check=False
@@ -74,11 +96,9 @@ def test_python_m_kedge_is_the_command():
 def test_an_occupied_folder_and_an_unknown_rule_are_refused_before_any_weight_loads(
     tmp_path, rows, monkeypatch, capsys
 ):
-    import kedge.cli.train.ppo
+    import kedge.cli.ppo
 
-    monkeypatch.setattr(
-        kedge.cli.train.ppo, "load_policy", lambda *_: pytest.fail("weights loaded")
-    )
+    monkeypatch.setattr(kedge.cli.ppo, "load_policy", lambda *_: pytest.fail("weights loaded"))
     flags = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(rows)]
     flags += ["--reward_funcs", "math:fsum", "--output_dir", str(tmp_path / "run")]
     assert main(["ppo", *flags, "--algorithm", "kedge.algorithms:nope"]) == 2

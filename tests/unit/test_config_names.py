@@ -215,6 +215,7 @@ TEXTS = {"hub_model_id", "hub_token", "hub_revision", "tokenizer_name_or_path"}
 def aliases():
     """Every other name of an option of every dialect, and a value that it takes."""
     values = {"torchdynamo": "eager", "warmup_ratio": 0.25, "episodes": "3"}
+    values["evaluation_strategy"] = "steps"
     for cls in DIALECTS:
         for name, entry in cls.STATUS.items():
             if isinstance(entry, Alias) and name != "vllm_importance_sampling_cap":
@@ -364,6 +365,8 @@ def test_the_nearest_option_is_named(config: type[Any]) -> None:
         (kedge.PPOConfig, "init_kl_coef", "kl_coef"),
         (kedge.PPOConfig, "max_completion_length", "response_length"),
         (kedge.PPOConfig, "evaluation_strategy", "eval_strategy"),
+        (kedge.PPOConfig, "no_cuda", "use_cpu"),
+        (kedge.AsyncPPOConfig, "per_gpu_train_batch_size", "per_device_train_batch_size"),
         (kedge.RLOOConfig, "log_with", "report_to"),
         (kedge.GRPOConfig, "rloo_k", "num_generations"),
         (kedge.GRPOConfig, "cliprange", "epsilon"),

@@ -19,7 +19,7 @@ from kedge import (
     RLOOConfig,
     RLOOTrainer,
 )
-from kedge.cli.tools.generate import generate_completions
+from kedge.cli.generate import generate_completions
 from kedge.models.load import eos_token_ids
 from kedge.records.types import Sampling
 from kedge.testing import ConstantReward, tiny_policy

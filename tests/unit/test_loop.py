@@ -90,10 +90,8 @@ def test_a_metric_without_a_description_is_an_error() -> None:
         check_known({"loss/valeu": 1.0})
 
 
-@pytest.mark.parametrize(("max_lag", "partial_batches"), [(0, 0), (2, 0), (2, 3)])
-def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
-    max_lag: int, partial_batches: int
-) -> None:
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(max_lag: int) -> None:
     class Apart(ToyEngine):
         def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
             receipt = super().load_weights(weights, version)
@@ -109,9 +107,7 @@ def test_the_gap_of_a_weight_sync_is_logged_with_what_was_sampled_by_it(
             Compare.seen += 1
             return False
 
-    engine(
-        rollout_engine=Apart(), hooks=[Compare()], max_lag=max_lag, partial_batches=partial_batches
-    ).run(5)
+    engine(rollout_engine=Apart(), hooks=[Compare()], max_lag=max_lag).run(5)
     assert Compare.seen == 5
 
 
@@ -194,9 +190,8 @@ def test_the_next_batch_is_sampled_while_rewards_are_computed() -> None:
     assert torch.equal(ahead.learner.logits, undisturbed.learner.logits)
 
 
-@pytest.mark.parametrize("partial_batches", [0, 3])
 def test_threads_that_sample_and_score_have_the_gpu_of_the_run(
-    partial_batches: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CUDA's current device belongs to a thread; a new one has the first GPU."""
     current: dict[int, int] = {threading.get_ident(): 3}
@@ -220,12 +215,7 @@ def test_threads_that_sample_and_score_have_the_gpu_of_the_run(
         ("set_device", lambda device: current.update({threading.get_ident(): device})),
     ):
         monkeypatch.setattr(torch.cuda, name, function)
-    engine(
-        max_lag=1,
-        rollout_engine=OnGpu(),
-        reward=FunctionReward(reward),
-        partial_batches=partial_batches,
-    ).run(2)
+    engine(max_lag=1, rollout_engine=OnGpu(), reward=FunctionReward(reward)).run(2)
     assert set(seen) == {("sample", 3), ("score", 3)}
 
 

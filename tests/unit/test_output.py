@@ -22,8 +22,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from kedge import PPOConfig, output
+from kedge.cli import generate
 from kedge.cli.main import main
-from kedge.cli.tools import generate
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.output import LOCK, RunLock, check_file, check_folder, lock_output_dir
 from kedge.records.errors import ConfigError

@@ -51,7 +51,7 @@ def sample(scores: list[float], width: int, *, dense: float | None = None, **jud
 class TestDenseRewards:
     """Rows that a process reward does not apply to have none: zeros stand in, wherever joined."""
 
-    def test_partial_batches(self) -> None:
+    def test_groups_as_completed(self) -> None:
         with_some, without = sample([0.0, 1.0], 2, dense=0.6), sample([0.0, 1.0], 3)
         like = sample([0.0] * 4, 3).rollout.prompts
         for order in ([with_some, without], [without, with_some]):
@@ -122,10 +122,10 @@ class TestLogProbabilities:
             join_rollouts(whole, [one, two], pad_id=0)
         assert join_rollouts(whole, [two, two], pad_id=0).behavior_logprobs is None
 
-    def test_partial_batches_and_groups_sampled_again(self) -> None:
+    def test_groups_as_completed_and_sampled_again(self) -> None:
         one = sample([1.0, 1.0], 1)
         two = replace(one, rollout=replace(one.rollout, behavior_logprobs=None))
-        with pytest.raises(RolloutError, match="partial batch 1 returned a batch without"):
+        with pytest.raises(RolloutError, match="part 1 returned a batch without"):
             join_groups([one, two], sample([0.0] * 4, 1).rollout.prompts)
         with pytest.raises(RolloutError, match="a later round returned a batch without behavior"):
             resample_uniform_groups(

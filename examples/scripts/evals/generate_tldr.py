@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 from kedge.cli.data import Splits
+from kedge.cli.generate import generate_completions, write
 from kedge.cli.main import run_command
-from kedge.cli.tools.generate import generate_completions, write
 from kedge.judges import Endpoint, match
 
 

@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+from kedge.cli import generate
 from kedge.cli.main import run_command
-from kedge.cli.tools import generate
 from kedge.ext.judge import command as judge
 
 

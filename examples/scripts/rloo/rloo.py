@@ -15,7 +15,7 @@ import sys
 from kedge import RLOOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import run_command
-from kedge.cli.train.ppo import train
+from kedge.cli.ppo import train
 
 
 def main(argv: list[str]) -> None:

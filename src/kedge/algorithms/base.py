@@ -61,8 +61,6 @@ class AdvantageInputs:
     model_outputs: ModelOutputs
     all_reduce: AllReduce = field(default=one_rank)
     excluded: Tensor | None = None  # bool [B, R]; tokens too old, or rejected by the correction
-    rank: int = 0
-    world_size: int = 1
 
     @property
     def trained(self) -> Tensor:

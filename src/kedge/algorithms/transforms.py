@@ -7,23 +7,19 @@ order; each group may follow the algorithm or an earlier group:
 
 1. Scores: ``penalize_overlong``, ``divide_scores``; advantages: ``decouple_rewards``.
 2. Filters: ``mask_truncated``, ``drop_uniform_groups``, ``resample_uniform_groups``.
-3. What reads final advantages: ``kl_cov`` before ``clip_cov``, which sets some of them to 0.
-4. The loss: ``divide_by_length``, ``add_entropy``, ``start_ratios_at_1``.
+3. The loss: ``divide_by_length``, ``add_entropy``, ``start_ratios_at_1``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.math.advantage import group_count, normalize_then_sum
-from kedge.math.losses import clip_cov_tokens, covariances, kl_cov_tokens
-from kedge.math.masked import gather_values
 from kedge.math.rewards import overlong_penalty
 from kedge.records.types import (
     AdvantageOutput,
@@ -32,7 +28,6 @@ from kedge.records.types import (
     PolicyOutput,
     RewardOutput,
     Rollout,
-    require,
 )
 
 Scores = Callable[[Rollout, RewardOutput], RewardOutput]
@@ -166,59 +161,6 @@ def _leave_out(
 
 
 # -- losses ----------------------------------------------------------------------------------------
-
-
-def kl_cov(algorithm: Algorithm, *, share: float, coef: float = 1.0) -> Algorithm:
-    """A penalty coef |log rho| on the ``share`` of tokens that lower the entropy most.
-
-    Those whose log-probability and advantage covary most (KL-Cov, arXiv:2505.22617, with 0.002 and
-    without a clip).  It acts from the second optimizer step of a batch on.
-    """
-
-    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        output = algorithm.compute_advantages(e, kl_coef)
-        return replace(output, penalized=_choose(e, output, partial(kl_cov_tokens, share=share)))
-
-    def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:
-        x, out = mb.rows, algorithm.loss(new, mb)
-        change = ((new.logprobs - x.old_logprobs) * x.loss_mask).abs()
-        chosen = require(x.penalized, "penalized") * (change > 1e-5)  # below: a rounding error,
-        penalty = (mb.token_weight * chosen * change).sum()  # of which abs would pass on the sign
-        return replace(
-            out,
-            parts={**out.parts, "kl_cov": coef * penalty},
-            metrics={**out.metrics, "loss/kl_cov_avg": penalty},
-        )
-
-    return replace(algorithm, compute_advantages=compute_advantages, loss=loss)
-
-
-def clip_cov(algorithm: Algorithm, *, share: float) -> Algorithm:
-    """A ``share`` of the tokens, of those with a covariance from 1 to 5, gets no policy gradient.
-
-    The covariance is that of ``kl_cov`` (Clip-Cov, arXiv:2505.22617, with 2e-4).
-    """
-
-    def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
-        output = algorithm.compute_advantages(e, kl_coef)
-        clipped = _choose(e, output, partial(clip_cov_tokens, share=share))
-        return replace(output, advantages=output.advantages * ~clipped)
-
-    return replace(algorithm, compute_advantages=compute_advantages)
-
-
-def _choose(
-    e: AdvantageInputs, output: AdvantageOutput, choose: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """``choose`` among the covariances of the trained tokens of all ranks.  bool [B, R]."""
-    tokens = e.trained if output.loss_mask is None else e.trained & output.loss_mask
-    covariance = covariances(
-        e.model_outputs.logprobs, output.advantages, tokens, all_reduce=e.all_reduce
-    )
-    values, own = gather_values(
-        covariance[tokens], all_reduce=e.all_reduce, rank=e.rank, world_size=e.world_size
-    )
-    return torch.zeros_like(tokens).masked_scatter(tokens, choose(values)[own])
 
 
 def divide_by_length(algorithm: Algorithm, *, response_length: int) -> Algorithm:

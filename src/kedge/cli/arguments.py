@@ -17,6 +17,7 @@ from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Flags, Help
 from kedge.cli.model_arguments import ModelConfig
+from kedge.cli.quick import unknown_flag
 from kedge.cli.yaml_files import read_yaml
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import NoEffect, check_fields, option, status
@@ -207,8 +208,8 @@ def parser(prog: str, config: type[OnPolicyConfig] = PPOConfig) -> Parser:
         (ScriptArguments, config),
         prog=prog,
         usage=f"{prog} [--config FILE.yaml] [--flag value ...]",
-        description="Train a language model.  --config FILE.yaml reads flags from a file; flags on "
-        "the command line override it.",
+        description="Train a language model.  --config FILE.yaml reads flags from a file;\n"
+        "flags on the command line override it.",
     )
 
 
@@ -237,12 +238,7 @@ def read(
         none, words = _take_none(tokens, parser.nullable)
         namespace, extra = parser.parse_known_args(words)
         if extra:
-            name = extra[0].lstrip("-").partition("=")[0].replace("-", "_")
-            raise ConfigError(
-                f"unknown flag --{name}{hint(name, known, dashes='--')}"
-                if extra[0].startswith("-")
-                else f"{extra[0]!r} does not belong to a flag; flags look like --learning_rate 1e-5"
-            )
+            raise ConfigError(unknown_flag(extra[0], known))
         return vars(namespace) | none
 
     files = Flags(parser.prog, add_help=False, allow_abbrev=False)

@@ -7,7 +7,6 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,11 +14,11 @@ from pkgutil import resolve_name
 from kedge import plugins
 from kedge.trainers import TRAINERS
 
-_TRAIN = "kedge.cli.train.ppo:main"
+_TRAIN = "kedge.cli.ppo:main"
 # The core's commands: module and function, and the line in ``kedge --help``.
 _CORE = {
     **{name: (_TRAIN, text) for name, (_, text) in TRAINERS.items()},
-    "generate": ("kedge.cli.tools.generate:main", "sample completions of prompts with a model"),
+    "generate": ("kedge.cli.generate:main", "sample completions of prompts with a model"),
 }
 
 EXAMPLE = """\
@@ -115,8 +114,18 @@ def load_command(name: str) -> Callable[[list[str]], object]:
             raise ConfigError(f"kedge {name} needs an extension that was deleted; reinstall Kedge")
         return loaded
     place, _ = _CORE[name]
-    command: Callable[..., object] = resolve_name(place)
-    return partial(command, command=name) if place == _TRAIN else command
+    if place != _TRAIN:
+        command: Callable[..., object] = resolve_name(place)
+        return command
+
+    def train(argv: list[str]) -> object:
+        from kedge.cli import quick
+
+        if quick.answer(name, argv):
+            return None
+        return resolve_name(place)(argv, command=name)
+
+    return train
 
 
 def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, name: str) -> int:
@@ -136,6 +145,9 @@ def run_command(command: Callable[[list[str]], object], argv: Sequence[str], *, 
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `kedge ppo --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (KedgeError, OSError) as error:
         if os.environ.get("KEDGE_TRACEBACK", "0") not in ("", "0"):
             raise

@@ -313,7 +313,7 @@ def _check_schedule(c: Any) -> None:
         )
     if c.rollout_schedule == "as_completed" and c.max_lag == 0:
         raise ConfigError(
-            'rollout_schedule="as_completed" trains on a partial batch while others are sampled,'
+            'rollout_schedule="as_completed" trains on what is done while the rest is sampled,'
             " but max_lag=0 does not sample during training; set max_lag=1 or more"
         )
     evaluates = str(getattr(c.eval_strategy, "value", c.eval_strategy)) != "no"

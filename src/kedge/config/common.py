@@ -314,12 +314,6 @@ class EngineArguments:
         "responses as they are finished. That is faster if lengths differ much, but the result "
         "depends on timing.",
     )
-    num_partial_batches: Count | None = option(
-        None,
-        "Into how many parts a batch is divided with as_completed and an engine that samples "
-        "batches as a whole (vllm_sleep, models without slots, custom engines). If unset, up to 4 "
-        "per engine.",
-    )
     in_flight_weight_updates: bool = option(
         False,
         "With as_completed, give engines new weights while they sample; unfinished responses "

@@ -144,17 +144,6 @@ class PPOConfig(ValueArguments, OnPolicyConfig):
         "How the loss weighs tokens. token: all tokens alike. sequence: all responses alike. "
         "constant: by 1 / response_length (policy loss alone).",
     )
-    kl_cov: Probability = option(
-        0.0,
-        "The share of tokens, those with the largest covariance of log-probability and advantage, "
-        "that pay a penalty for changing their log-probability (KL-Cov, 0.002).",
-    )
-    kl_cov_coef: NonNegative = option(1.0, "The weight of the penalty of kl_cov.")
-    clip_cov: Probability = option(
-        0.0,
-        "The share of tokens, drawn from those with a covariance of 1 to 5, that get no policy "
-        "gradient (Clip-Cov, 2e-4).",
-    )
     mask_truncated_completions: bool = option(
         False, "Leave responses that were cut off at the length limit out of the losses."
     )

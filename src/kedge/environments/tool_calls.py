@@ -229,14 +229,6 @@ def _invoke(name: str, parameters: str) -> list[ToolCall]:
     return [_from_texts(name, values)]
 
 
-def _kimi(body: str) -> list[ToolCall]:
-    """The id ``functions.NAME:0`` and JSON; the template prints the id, and no other name."""
-    head, found, arguments = body.partition("<|tool_call_argument_begin|>")
-    name = head.strip().removeprefix("functions.").partition(":")[0]
-    call_id = head.strip() if found else ""
-    return [replace(call, id=call_id) for call in _call_by_name(name, arguments)]
-
-
 def _call_by_name(name: str, arguments: str) -> list[ToolCall]:
     return [_call(name, *_first_value(arguments))]
 
@@ -347,9 +339,6 @@ _BY_MARKER: dict[str, Parser] = {
         r"<｜tool▁call▁begin｜>((?:(?!<｜tool▁call▁begin｜>).)*?)<｜tool▁sep｜>(.*?)"
         r"(?:<｜tool▁call▁end｜>|(?=<｜tool▁call▁begin｜>)|\Z)",
         _deepseek,
-    ),
-    "<|tool_call_begin|>": _format(  # Kimi K2
-        r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)", _kimi
     ),
     "to=functions.": _HARMONY,  # gpt-oss
     "'functions.'": _HARMONY,

@@ -35,8 +35,7 @@ class Engine(Updater):
     reward: RewardSource
     sampling: Sampling
     max_lag: int = 0
-    # number per iteration in "as completed"; 0: whole batches in order
-    partial_batches: int = 0
+    as_completed: bool = False  # train on what was done first; False: whole batches in order
     in_flight_weight_updates: bool = False  # load weights during sampling, "as completed" only
     scheduler: RolloutScheduler = field(init=False)
     _all_ranks_fail: bool = field(default=True, init=False)  # a failure now is raised everywhere
@@ -44,9 +43,8 @@ class Engine(Updater):
 
     def __post_init__(self) -> None:
         order: InOrder | AsCompleted = InOrder(self.max_lag)
-        if self.partial_batches:
+        if self.as_completed:
             order = AsCompleted(
-                self.partial_batches,
                 self.max_lag,
                 in_flight=self.in_flight_weight_updates,
                 ranks=read_info(self.rollout_engine, EngineInfo).ranks,

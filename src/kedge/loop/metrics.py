@@ -52,7 +52,6 @@ NAMES: dict[str, str] = {
     "loss": "the minimized loss: all terms times their coefficients, mean over optimizer steps",
     "loss/policy_avg": "policy loss, mean over optimizer steps",
     "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",
-    "loss/kl_cov_avg": "penalty of kl_cov without its coefficient, mean over optimizer steps",
     "loss/value_avg": "value loss without vf_coef, mean over optimizer steps",
     "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one; RLOO: 0",
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "

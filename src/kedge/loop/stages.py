@@ -187,8 +187,6 @@ def make_experience(
         reward_output=reward_output,
         model_outputs=model_outputs,
         all_reduce=learner.all_reduce,
-        rank=learner.rank,
-        world_size=learner.world_size,
         excluded=reduce(torch.logical_or, excluded) if excluded else None,
     )
     outputs = algo.compute_advantages(inputs, kl_coef)
@@ -219,7 +217,6 @@ def make_experience(
         advantages=outputs.advantages,
         returns=outputs.returns,
         behavior_logprobs=behavior,
-        penalized=outputs.penalized,
         allowed_tokens=rollout.allowed_tokens,
         context_start=rollout.context_start,
     )

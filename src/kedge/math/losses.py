@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kedge.math.masked import AllReduce, masked_mean
+from kedge.math.masked import AllReduce
 
 
 def _count(mask: Tensor, all_reduce: AllReduce) -> Tensor:
@@ -118,53 +118,6 @@ def masked_policy_loss(ratio: Tensor, advantages: Tensor, *, bounds: RatioMask) 
 def policy_is_masked(ratio: Tensor, bounds: RatioMask) -> Tensor:
     """Where ``masked_policy_loss`` leaves the token out.  bool."""
     return (ratio <= 1 - bounds.low) | (ratio >= 1 + bounds.high)
-
-
-def covariances(
-    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, all_reduce: AllReduce
-) -> Tensor:
-    """(log p_t - mean log p) (A_t - mean A), with means over all tokens of the mask and all ranks.
-
-    Tokens with large covariance drive the fall in entropy: Cui et al. 2025, section 4
-    (arXiv:2505.22617).
-
-    Args:
-        logprobs: float32 [B, R].
-        advantages: float32 [B, R].
-        mask: bool [B, R].
-        all_reduce: sums a tensor over ranks.
-
-    Returns:
-        float32 [B, R], -inf outside the mask.
-    """
-    gaps = [x - masked_mean(x, mask, all_reduce=all_reduce) for x in (logprobs, advantages)]
-    return torch.where(mask, gaps[0] * gaps[1], -torch.inf)
-
-
-def kl_cov_tokens(covariance: Tensor, *, share: float) -> Tensor:
-    """The ``share`` of the tokens with the largest covariance, at least one.  bool [n].
-
-    KL-Cov, arXiv:2505.22617, with 0.002.  ``covariance`` float32 [n] of the tokens of all ranks.
-    """
-    chosen = torch.zeros_like(covariance, dtype=torch.bool)
-    count = min(len(covariance), max(1, round(share * len(covariance))))
-    chosen[covariance.topk(count).indices] = True
-    return chosen
-
-
-def clip_cov_tokens(
-    covariance: Tensor, *, share: float, low: float = 1.0, high: float = 5.0
-) -> Tensor:
-    """A ``share`` of the tokens, chosen among covariances from ``low`` to ``high``.  bool [n].
-
-    Clip-Cov, arXiv:2505.22617, with 2e-4, draws them at random; here they are evenly
-    spaced among these, so that runs are reproducible.  ``covariance`` as in ``kl_cov_tokens``.
-    """
-    places = ((covariance >= low) & (covariance <= high)).nonzero()[:, 0]
-    count = min(len(places), max(1, round(share * len(covariance))))
-    chosen = torch.zeros_like(covariance, dtype=torch.bool)
-    chosen[places[torch.arange(count, device=places.device) * len(places) // max(count, 1)]] = True
-    return chosen
 
 
 def weighted_policy_loss(

@@ -15,19 +15,6 @@ def one_rank(x: Tensor) -> Tensor:
     return x
 
 
-def gather_values(
-    x: Tensor, *, all_reduce: AllReduce, rank: int, world_size: int
-) -> tuple[Tensor, slice]:
-    """The values float [n] of all ranks, in their order, and the slice of this rank's."""
-    sizes = torch.zeros(world_size, dtype=torch.float64)
-    sizes[rank] = len(x)
-    counts = [int(n) for n in all_reduce(sizes).tolist()]
-    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    values = x.new_zeros(sum(counts))
-    values[own] = x
-    return all_reduce(values), own
-
-
 def masked_mean(x: Tensor, mask: Tensor, *, all_reduce: AllReduce = one_rank) -> Tensor:
     """Mean of ``x`` where ``mask``; 0 when the mask is empty everywhere.
 

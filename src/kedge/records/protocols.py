@@ -103,7 +103,7 @@ class EngineInfo:
     """What a rollout engine can do beyond ``generate`` and ``load_weights``."""
 
     # responses that ``submit`` and ``advance`` sample at once, see `ContinuousEngine`; 0: only
-    # ``generate`` is used
+    # ``generate`` is used, and batches are sampled in order
     slots: int = 0
     # ``load_weights`` may be called while it holds requests, which continue with the new weights;
     # ``Rollout.token_version`` has the version of each token

@@ -96,7 +96,6 @@ class ToolCall:
     error: str = ""  # what is wrong with the call, as text for the policy
     # The arguments as written, in formats that print 1 and "1" alike.
     texts: Mapping[str, str] = field(default_factory=dict)
-    id: str = ""  # as the policy wrote it, if the template's results name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +240,6 @@ class AdvantageOutput:
     # bool [B, R]; where the policy trains; None: the rollout's mask
     loss_mask: Tensor | None = None
     deviation: Tensor | None = None  # float32 []; of the advantages before scaling
-    penalized: Tensor | None = None  # bool [B, R]; tokens with a KL to the old policy (KL-Cov)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +259,6 @@ class Experience(Record):
     old_values: Tensor | None = None  # float32 [B, R]
     returns: Tensor | None = None  # float32 [B, R]
     behavior_logprobs: Tensor | None = None  # float32 [B, R]
-    penalized: Tensor | None = None  # bool [B, R]; see AdvantageOutput
     allowed_tokens: Tensor | None = rows_field(fill=-1, default=None)  # int64 [B, R, K]
     # bool [B, R]; as in Rollout
     context_start: Tensor | None = rows_field(absent="fill", wide_as="ids", default=None)

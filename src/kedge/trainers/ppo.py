@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from typing_extensions import Unpack
 
 from kedge.algorithms import Algorithm, ppo
-from kedge.algorithms.transforms import clip_cov, divide_by_length, kl_cov
+from kedge.algorithms.transforms import divide_by_length
 from kedge.config.ppo import PPOConfig
 from kedge.math.advantage import length_adaptive_lambda
 from kedge.math.losses import Clip, RatioMask
@@ -47,10 +47,6 @@ def build_ppo(args: PPOConfig, reward_weights: Sequence[float] | None = None) ->
         credit=args.credit,
     )
     algorithm = filter_responses(algorithm, args)
-    if args.kl_cov:
-        algorithm = kl_cov(algorithm, share=args.kl_cov, coef=args.kl_cov_coef)
-    if args.clip_cov:
-        algorithm = clip_cov(algorithm, share=args.clip_cov)
     if args.loss_aggregation == "sequence":
         algorithm = replace(algorithm, weighting="row_then_token_mean")
     if args.loss_aggregation == "constant":

@@ -82,7 +82,7 @@ class TrainerSpec:
     value_model: bool = False  # takes `value_model`, or `reward_model` to start it
     equal_vocabulary: bool = False  # reward models must have the policy's
     # Module of the command, with ``parse_options``, ``load_rows`` and ``load_run_tokenizer``.
-    command: str = "kedge.cli.train.ppo"
+    command: str = "kedge.cli.ppo"
     learners: Callable[[Any], int] | None = None  # that the command starts on a cluster
 
     def checked_args(self, args: Any) -> OnPolicyConfig:

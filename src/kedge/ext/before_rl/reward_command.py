@@ -12,7 +12,7 @@ from typing import Any
 
 from kedge.cli.data import Splits
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.train.ppo import load_options, load_tokenizer
+from kedge.cli.ppo import load_options, load_tokenizer
 from kedge.config.declare import Count, Natural, option
 from kedge.ext.before_rl.sft_command import BeforeArguments, build_parser, load_rows, read_step
 from kedge.output import lock_output_dir, share_weights

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kedge.cli.arguments import Parser, read
 from kedge.cli.data import Splits
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.train.ppo import load_policy, load_tokenizer, resume_point
+from kedge.cli.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.ops.products import backend
 from kedge.output import check_targets, lock_output_dir, share_weights

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from kedge.checkpoint.checkpoint import checkpoints
+from kedge.cli import ppo
 from kedge.cli.arguments import Options, parse
 from kedge.cli.data import load_mixture, load_prompts, note
-from kedge.cli.train import ppo
 from kedge.config.rollout_engines import find_engine
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.models.load import configuration_source

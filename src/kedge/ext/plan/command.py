@@ -1,21 +1,23 @@
 """``kedge plan``: batch sizes and estimated memory of a run, without loading weights.
 
 Weights, gradients and optimizer state follow from parameter counts; activations and caches are
-approximate, and ``kedge plan --measure`` measures a run.
+approximate, and all are of one process without sharding.  ``kedge plan --measure`` measures a run.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,9 +27,9 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Options, parser
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.train.ppo import ModelPaths, load_algorithm, model_names
+from kedge.cli.ppo import ModelPaths, load_algorithm, model_names
 from kedge.config.base import OnPolicyConfig
-from kedge.config.rollout_engines import assume_all_packages, find_engine
+from kedge.config.rollout_engines import assume_all_packages
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
@@ -51,14 +53,14 @@ COMMAND is one of {", ".join(trainer_commands())}.
 Show batch sizes and estimated memory of a run, and check its flags, without loading weights.
 
   --num_processes N   ranks that train; by default those of this launch
-  --measure           also load the models, train on one micro-batch with responses of full
-                      length, and print the peak of this process's memory
+  --measure           also run a few iterations with responses of full length, and print seconds
+                      an iteration, the time of the whole run, and the peak of memory
 
 `kedge plan ppo --help` lists the flags of `kedge ppo`.
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\
              --reward_funcs rewards.py:length --output_dir runs/a"""
 PROMPT_GUESS = 512  # tokens, assumed if no dataset is given
-RESERVE = 5 << 30  # GPU bytes for CUDA, NCCL and fragmentation
+MEASURED = 3  # iterations of --measure; the first one warms up
 # Bytes of optimizer state per trained parameter, by the first of these that the name contains; ""
 # is Adam, with two moments in float32.
 OPTIMIZER_BYTES = {
@@ -68,8 +70,6 @@ OPTIMIZER_BYTES = {
 }
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of logits held at a time
 KEPT_BYTES = 128 << 20  # most bytes of logits kept for the backward pass
-SEND_BYTES = 2 << 30  # bytes of the two buffers of vLLM's GPU-to-GPU broadcast
-SHARDED = ("policy", "reference", "value")  # models that FSDP shards
 
 
 def main(argv: Sequence[str]) -> None:
@@ -99,32 +99,38 @@ def main(argv: Sequence[str]) -> None:
             processes = processes or spec.learners(options.config)
         batches, facts, models = plan(options, processes)
     print_table("sizes", size_rows(options.config, batches, facts))
-    show_memory(options.config, batches, models)
+    show_memory(options.config, models)
     if flags.measure:
-        print(f"measured peak: {measure(name, rest, options.config, batches)}")
+        print(measure(name, rest, options.config, batches.iterations))
 
 
-def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, batches: BatchSizes) -> str:
-    """Peak memory of this process after an iteration, as text; ``output_dir`` is left alone.
+def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, iterations: int) -> str:
+    """Time and memory of a run, from a few iterations; ``output_dir`` is left alone.
 
-    The iteration has as few micro-batches as hold whole groups of responses, and responses have no
-    end before ``response_length``.
+    No response ends before ``response_length``, so both are the most that the run can take.
     """
     import resource  # not on Windows
 
     from kedge.cli.main import load_command
 
-    least = batches.group // math.gcd(batches.group, config.per_device_train_batch_size)
-    changed = f"--max_steps=1 --gradient_accumulation_steps={least} --num_mini_batches=1"
-    changed += f" --min_new_tokens={config.response_length} --save_strategy=no --eval_strategy=no"
-    changed += " --report_to=none --num_sample_generations=0 --log_token_rows=0 --push_to_hub=False"
+    steps = min(MEASURED, iterations)
+    changed = f"--max_steps={steps} --logging_steps=1 --min_new_tokens={config.response_length}"
+    changed += " --save_strategy=no --eval_strategy=no --report_to=none --num_sample_generations=0"
+    changed += " --log_token_rows=0 --push_to_hub=False"
     with tempfile.TemporaryDirectory() as folder:
         load_command(name)([*argv, *changed.split(), f"--output_dir={folder}"])
+        rows = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    times = [row["time/step"] for row in map(json.loads, rows) if "time/step" in row]
+    seconds = median(times[1:] or times)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = f"{human(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident"
     if config.device.type == "cuda":
         peak = f"{human(torch.cuda.max_memory_allocated())} allocated on the GPU"
-    return f"{peak}, one micro-batch, prompts as they come"
+    return (
+        f"measured, with responses of full length: {seconds:.1f} s an iteration, "
+        f"{timedelta(seconds=round(seconds * iterations))} h for {iterations:,} iterations "
+        f"without evaluation and checkpoints; peak {peak}"
+    )
 
 
 def plan(
@@ -226,7 +232,7 @@ def size_rows(
     return [(name, f"{value:,}", note) for name, value, note in counts]
 
 
-def show_memory(config: OnPolicyConfig, batches: BatchSizes, models: list[ModelMemory]) -> None:
+def show_memory(config: OnPolicyConfig, models: list[ModelMemory]) -> None:
     """Print the memory of each model and of each phase."""
     from rich import box
     from rich.console import Console
@@ -242,29 +248,22 @@ def show_memory(config: OnPolicyConfig, batches: BatchSizes, models: list[ModelM
         parts = (m.weights, m.gradients, m.optimizer, m.activations, m.cache)
         table.add_row(m.role, short(m.total), short(m.trained), *map(human, parts))
     console.print(table)
-    process = process_bytes() if on_cpu else 0.0
-    phases = peaks(models, config, process=process)
     console.print(
         "params: parameters; grads and optim: gradients and optimizer state of those that train; "
         "activ.: activations and logits of a micro-batch; cache: keys and values while sampling\n"
-        + describe(phases, "per process, before sharding by FSDP or DeepSpeed")
-        + (f"; {human(process)} of it Python and libraries" if process else "")
+        + describe(peaks(models))
     )
     if config.bf16 and on_cpu and backend().slow_bf16:
         console.print(backend().slow_bf16)
-    ranks, stage = batches.world_size, getattr(config, "deepspeed_stage", None)
-    if ranks > 1 and stage:
-        phases = peaks(models, config, ranks=ranks, stage=stage)
-        console.print(
-            describe(phases, f"on the first of {ranks} GPUs at deepspeed_stage {stage}")
-            + f"; each GPU needs {human(RESERVE)} more for CUDA and NCCL"
-        )
 
 
-def describe(phases: dict[str, float], where: str) -> str:
+def describe(phases: dict[str, float]) -> str:
     """The peak of all phases, and of each."""
     listed = ", ".join(f"{phase} {human(size)}" for phase, size in phases.items())
-    return f"peak about {human(max(phases.values()))} {where}: {listed}"
+    return (
+        f"peak about {human(max(phases.values()))} per process: {listed}; Python, libraries and "
+        "CUDA come on top, and FSDP or DeepSpeed divides weights, grads and optim by the processes"
+    )
 
 
 def short(count: int) -> str:
@@ -282,12 +281,6 @@ def human(size: float) -> str:
             return f"{size:.{1 if size < 100 else 0}f} {unit}"
         size /= 1024
     return f"{size:.1f} GiB"
-
-
-def process_bytes() -> float:
-    """Memory of this process, which has loaded Python, libraries and the tokenizer for the plan."""
-    status = Path("/proc/self/statm")  # not there on every system
-    return float(int(status.read_text().split()[1]) * 4096) if status.exists() else 0.0
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -313,8 +306,6 @@ class ModelMemory:
     role: str
     total: int
     trained: int = 0
-    layer: int = 0  # parameters of the largest layer
-    root: int = 0  # parameters outside of layers: embedding and head
     frozen_width: float = 4.0  # bytes per frozen weight
     optimizer_width: float = 0.0  # bytes of optimizer state per trained weight
     activations: float = 0.0  # of one micro-batch, logits included
@@ -378,21 +369,18 @@ def count_parameters(
     train_layers: int | None = None,
     without_attention: bool = False,
 ) -> dict[str, int]:
-    """``total``, ``trained``, ``layer`` and ``root`` of a model that is built on ``meta``.
+    """``total`` and ``trained`` parameters of a model that is built on ``meta``.
 
     The head is ``causal`` or one logit per sequence; with an ``adapter`` nothing else trains, and
     ``without_attention`` that does not.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     with torch.device("meta"), warnings.catch_warnings():
         if not causal:
             config.num_labels = 1
         kind: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
         model = kind.from_config(config)
-        layers = [size_of(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        root = size_of(model) - sum(layers)
         backbone = getattr(model, model.base_model_prefix)
         if without_attention:
             freeze_attention(backbone, what="the value model")
@@ -407,8 +395,7 @@ def count_parameters(
             warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)
             model = get_peft_model(model, adapter)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    sizes = {"layer": max(layers, default=0), "root": root}
-    return {"total": size_of(model), "trained": trained, **sizes}
+    return {"total": size_of(model), "trained": trained}
 
 
 def size_of(module: Any) -> int:
@@ -532,40 +519,10 @@ class Estimate:
         return models
 
 
-def peaks(
-    models: list[ModelMemory],
-    config: OnPolicyConfig,
-    *,
-    process: float = 0.0,
-    ranks: int = 1,
-    stage: int = 0,
-) -> dict[str, float]:
-    """Peak memory of each phase in bytes: resident memory plus that of the phase.
-
-    With a ZeRO ``stage``, of the first rank of a sharded run, which sends the weights; 1 and 2
-    leave weights gathered from the forward to the backward pass.  ``models`` are unsharded, the
-    policy first; ``process`` are bytes besides models.
-    """
-    sampling = sum(m.cache for m in models)
-    training = sum(m.activations for m in models)
-    if not stage:
-        resident = process + sum(m.resident for m in models)
-        return {"sampling": resident + sampling, "training": resident + training}
-    policy, sharded = models[0], [m for m in models if m.role in SHARDED]  # others are whole
-    resident = sum(m.resident / (ranks if m in sharded else 1) for m in models)
-    sync, sampling = 0.0, sampling + policy.weights
-    if find_engine(config).copies_weights:
-        # A layer and the root of the policy come back from the engines to be verified.
-        sync, sampling = (policy.root + policy.layer) * 4.0 + SEND_BYTES, 0.0
-    for m in sharded:
-        if m.trained:  # gathered weights: at stage 3 the root, the layer that runs and the next
-            layers = 2 * m.layer if stage >= 3 else m.total - m.root
-            width = 0.5 if config.bf16 else 1.0  # layers are gathered in bf16
-            training += m.weights * (m.root + layers * width) / m.total
-            training += (m.root + m.layer) * 4.0 if m.trained == m.total else 0.0  # gradients
-    meanwhile = resident + (sync if config.max_lag else 0.0)  # engines load during training
+def peaks(models: list[ModelMemory]) -> dict[str, float]:
+    """Peak memory of each phase in bytes: resident memory plus that of the phase."""
+    resident = sum(m.resident for m in models)
     return {
-        "sampling": meanwhile + sampling,
-        "training": meanwhile + training,
-        "weight sync": resident + sync,
+        "sampling": resident + sum(m.cache for m in models),
+        "training": resident + sum(m.activations for m in models),
     }

@@ -33,67 +33,16 @@ from kedge.config.declare import (
 )
 from kedge.config.dialect import Alias, Dialect
 from kedge.config.rollout_engines import engine_args, find_engine
+from kedge.ext.trl.names import REMOVED, Names, no_effect, unsupported
 from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _IMPORTANCE = "vllm_importance_sampling_"
-Names = dict[str, Any]
 MinP: TypeAlias = Annotated[float, Interval(ge=0, lt=1)] | None
 
 
-def unsupported(reason: str, way_out: str = "leave it at its default", /, **defaults: Any) -> Names:
-    """Rows for names that are refused unless they have these defaults."""
-    return {n: Unsupported(reason, default, way_out=way_out) for n, default in defaults.items()}
-
-
-def no_effect(reason: str, **defaults: Any) -> Names:
-    """Rows for names without effect, with the defaults that log nothing."""
-    return {name: NoEffect(reason, default) for name, default in defaults.items()}
-
-
-def _warmup(share: Any) -> Any:
-    if not isinstance(share, int | float) or not 0 <= share < 1:
-        raise ConfigError(f"warmup_ratio={format_value(share)} must be at least 0 and below 1")
-    return share
-
-
-# Names before transformers 5.
-_REMOVED: Names = {
-    "per_gpu_train_batch_size": Alias("per_device_train_batch_size"),
-    "per_gpu_eval_batch_size": Alias("per_device_eval_batch_size"),
-    "warmup_ratio": Alias("warmup_steps", _warmup, 0.0),
-    "no_cuda": Alias("use_cpu", default=False),
-    "adafactor": Alias("optim", lambda on: "adafactor" if on else "adamw_torch_fused", False),
-    "push_to_hub_model_id": Alias("hub_model_id"),
-    "push_to_hub_token": Alias("hub_token"),
-    "torchdynamo": Alias("torch_compile_backend"),
-    **unsupported(
-        "apex is not supported; mixed precision uses torch autocast",
-        "set bf16=True or fp16=True",
-        **{"fp16_opt_level": "O1", "half_precision_backend": "auto", "fp16_backend": "auto"},
-    ),
-    **unsupported("loading pickled weights can run code", save_safetensors=True),
-    **unsupported(
-        "it moved into fsdp_config",
-        "set it there",
-        **{"fsdp_min_num_params": 0, "fsdp_transformer_layer_cls_to_wrap": None},
-    ),
-    **unsupported("rows are packed without padding instead", group_by_length=False),
-    **unsupported(
-        "it is part of the repository name",
-        'set hub_model_id="organization/name"',
-        push_to_hub_organization=None,
-    ),
-    **unsupported(
-        "transformers 5 removed it, and Kedge does not have it",
-        **{"use_mps_device": False, "jit_mode_eval": False, "tpu_num_cores": None},
-        **{"tpu_metrics_debug": False, "use_legacy_prediction_loop": False, "past_index": -1},
-        **{"include_inputs_for_metrics": False, "mp_parameters": "", "ray_scope": "last"},
-    ),
-    "include_tokens_per_second": NoEffect("tokens per second are always logged", False, (True,)),
-}
 _STILL_FIELDS = {f.name for f in fields(TrainingArguments)}  # in the installed release
-TRANSFORMERS4 = {name: entry for name, entry in _REMOVED.items() if name not in _STILL_FIELDS}
+TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _STILL_FIELDS}
 # Names that every trainer of TRL has or had.
 TRL: Names = {
     **TRANSFORMERS4,

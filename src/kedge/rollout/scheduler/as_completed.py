@@ -1,12 +1,11 @@
 """First that completes: an iteration takes the groups that were done first.
 
 What is trained on depends on timing.  The staleness bound does not: the dispatcher says which
-numbers start with which weights, see ``kedge.rollout.scheduler.dispatch``.  Engines with slots hold
-many groups (the responses to one prompt) and get another one when slots become free; other engines
-sample partial batches of several groups.
+numbers start with which weights, see ``kedge.rollout.scheduler.dispatch``.  Engines hold groups
+(the responses to one prompt) in their slots, and get another one when slots become free.
 
-New weights reach an engine with slots when the groups that it holds are done, or at once with
-in-flight weight updates: then each token has the version that sampled it.
+New weights reach an engine when the groups that it holds are done, or at once with in-flight weight
+updates: then each token has the version that sampled it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class AsCompleted:
     done: it starts again with another prompt, at most as many times as there are rounds.
 
     Args:
-        partial_batches: per iteration, for engines without slots; must divide its prompts.
         max_lag: iterations that sampling may be ahead of training, at least 1.
         in_flight: engines get new weights while they sample.
         ranks: that share the engines of rank 0, which samples for all; each trains on an equal part
@@ -58,12 +56,7 @@ class AsCompleted:
     _prompts: GroupPrompts
 
     def __init__(
-        self,
-        partial_batches: int,
-        max_lag: int,
-        *,
-        in_flight: bool = False,
-        ranks: Ranks | None = None,
+        self, max_lag: int, *, in_flight: bool = False, ranks: Ranks | None = None
     ) -> None:
         if max_lag < 1:
             raise ConfigError(
@@ -73,7 +66,7 @@ class AsCompleted:
             dispatcher=Dispatcher(per_step=1, max_lag=max_lag, in_flight=in_flight),
             updates=deque(maxlen=1),  # only the newest
         )
-        self._partial_batches, self._ranks = partial_batches, ranks
+        self._ranks = ranks
         self._num_ranks = 1 if ranks is None else ranks.size
         self._others: list[RankReward] | None = None  # connected with the first collector
         self._store = SampleStore()  # scored, not trained on
@@ -83,6 +76,11 @@ class AsCompleted:
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on."""
+        if collector.algorithm.needs_greedy:
+            raise ConfigError(
+                f"{collector.algorithm.name} needs a greedy response to each prompt, which"
+                ' rollout_schedule="as_completed" does not sample; set rollout_schedule="in_order"'
+            )
         state = self.state
         state.collector, self._source, source = collector, collector.source, collector.source
         state.workers, state.num_scorers = [], 0
@@ -97,17 +95,20 @@ class AsCompleted:
         state.num_scorers = pool.size
         state.collector = replace(collector, source=source, reward=pool)
         infos = [(engine, read_info(engine, EngineInfo)) for engine in list_engines(rollouts)]
-        # Greedy baselines come before their groups: a partial batch has both.
-        whole = collector.algorithm.needs_greedy
-        state.workers = [
-            EngineWorker(engine=engine, slots=0 if whole else info.slots) for engine, info in infos
-        ]
-        ready = not whole and all(info.slots and info.updates_in_flight for _, info in infos)
-        if state.dispatcher.in_flight and not ready:
+        name = type(rollouts).__name__
+        if not all(info.slots for _, info in infos):
+            raise ConfigError(
+                'rollout_schedule="as_completed" needs a rollout engine that holds single requests,'
+                f" but {name} samples whole batches (vLLM: with vllm_sleep; embedded: models with"
+                " sliding windows or recurrent layers, or without positions; custom engines:"
+                ' without EngineInfo.slots); set rollout_schedule="in_order"'
+            )
+        state.workers = [EngineWorker(engine=engine, slots=info.slots) for engine, info in infos]
+        if state.dispatcher.in_flight and not all(info.updates_in_flight for _, info in infos):
             raise ConfigError(
                 "in_flight_weight_updates=True needs a rollout engine that gets weights while it"
-                f" holds single requests, but {type(rollouts).__name__} does not (vLLM: not with an"
-                " adapter or vllm_sleep; none with the greedy baselines of ReMax); leave it out"
+                f" holds single requests, but {name} does not (vLLM: not with an adapter); leave it"
+                " out"
             )
 
     def begin(self, step: int) -> None:
@@ -153,15 +154,12 @@ class AsCompleted:
         assert update is not None
         if not dispatcher.may_start(update.step, newest.step):
             return []  # it completes its groups, then loads the newest weights
-        limit = dispatcher.per_step // self._partial_batches
-        rows = self._prompts.rows_per_group
-        if worker.slots:
-            workers = self.state.workers
-            free = max((worker.slots - worker.unfinished) // rows, not worker.held)
-            ahead = dispatcher.startable(update.step) + len(dispatcher.running)
-            limit = min(free, -(-ahead // len(workers)) - len(worker.held))
-            held = sum(w.unfinished for w in workers) / rows
-            limit = int(min(limit, self._room(update.step) - held))
+        rows, workers = self._prompts.rows_per_group, self.state.workers
+        free = max((worker.slots - worker.unfinished) // rows, not worker.held)
+        ahead = dispatcher.startable(update.step) + len(dispatcher.running)
+        limit = min(free, -(-ahead // len(workers)) - len(worker.held))
+        held = sum(w.unfinished for w in workers) / rows
+        limit = int(min(limit, self._room(update.step) - held))
         numbers = dispatcher.start(update.step, max(limit, 0))
         worker.hold(numbers, update.version, rows)
         return numbers
@@ -179,26 +177,20 @@ class AsCompleted:
         return dispatcher.room(version, len(dispatcher.running) - self._num_held)
 
     def sample(self, worker: EngineWorker, numbers: list[int]) -> None:
-        """Start these groups, and sample for a short time; or their partial batch as a whole."""
+        """Start these groups, and sample for a short time."""
         state = self.state
         assert worker.update is not None
-        if worker.slots:
-            with state.lock:
-                full = not numbers and self._room(worker.update.step) <= 0
-            if full:
-                return
-            sampled = worker.advance(numbers, state.collector, self._prompts)
-            with state.lock:
-                worker.unfinished = worker.engine.unfinished
-                if sampled is not None:
-                    worker.release(sampled.numbers)
-                    state.sampled.append(sampled)
-                    state.changed.notify_all()
-            return
-        for step, groups, rows in self._prompts.rows(numbers):
-            state.sample(worker, step, groups, rows, add=self.add)
         with state.lock:
-            worker.release_all()
+            full = not numbers and self._room(worker.update.step) <= 0
+        if full:
+            return
+        sampled = worker.advance(numbers, state.collector, self._prompts)
+        with state.lock:
+            worker.unfinished = worker.engine.unfinished
+            if sampled is not None:
+                worker.release(sampled.numbers)
+                state.sampled.append(sampled)
+                state.changed.notify_all()
 
     def add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
         """Store the scored samples of these groups."""
@@ -220,10 +212,10 @@ class AsCompleted:
             dispatcher.complete([number], version)
 
     def _groups_to_replace(self, sample: Sample) -> list[int]:
-        """Groups of equal scores that have rounds left; partial batches were drawn with theirs."""
+        """Groups of equal scores that have rounds left."""
         algorithm = self.state.collector.algorithm
         rounds = algorithm.resample
-        if not rounds or not self.state.workers[0].slots:
+        if not rounds:
             return []
         uniform = algorithm.uniform(sample.rollout, sample.reward_output)
         groups = sample.rollout.prompts.group[uniform].unique().tolist()

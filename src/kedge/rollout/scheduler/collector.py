@@ -141,8 +141,8 @@ class RolloutCollector:
         """Whether ranks may sample again after scoring, some of them more often than others."""
         return bool(self.algorithm.resample or self.algorithm.needs_greedy)
 
-    def draw(self, step: int, engine: RolloutEngine, rows: Tensor | None = None) -> Sample:
-        """Responses to the prompts of ``step``, or whole groups of ``rows``, and their scores."""
+    def draw(self, step: int, engine: RolloutEngine) -> Sample:
+        """Responses to the prompts of ``step``, and their scores."""
         rounds = self.algorithm.resample
 
         def collect_batch(prompts: PromptBatch, purpose: str) -> Sample:
@@ -157,24 +157,22 @@ class RolloutCollector:
             )
 
         with self._wait_for_others(engine):
-            sample = collect_batch(self._prompts(step, rows), "rollout")
+            sample = collect_batch(self.source.batch(step), "rollout")
             if rounds:
                 sample = resample_uniform_groups(
                     sample,
-                    prompts=lambda turn: self._prompts(spare_step(step, turn, rounds), rows),
+                    prompts=lambda turn: self.source.batch(spare_step(step, turn, rounds)),
                     draw=lambda fresh, turn: collect_batch(fresh, f"rollout again {turn}"),
                     rounds=rounds,
                     uniform=self.algorithm.uniform,
                 )
         return sample
 
-    def sample(
-        self, step: int, engine: RolloutEngine, rows: Tensor | None = None
-    ) -> tuple[Rollout, float]:
-        """Sample responses to the prompts of ``step``, or ``rows`` of them, and seconds."""
+    def sample(self, step: int, engine: RolloutEngine) -> tuple[Rollout, float]:
+        """Sample responses to the prompts of ``step``, and seconds."""
         begin, seed = self.clock(), seed_for(self.seed, "rollout", step)
         with self._wait_for_others(engine):
-            prompts = self._prompts(step, rows)
+            prompts = self.source.batch(step)
             rollout = sample_responses(prompts, engine, sampling=self.sampling, seed=seed)
         return rollout, self.clock() - begin
 
@@ -184,10 +182,6 @@ class RolloutCollector:
         reward_output = self.reward.score(rollout)
         times = {"time/reward": self.clock() - begin}
         return Sample(rollout=rollout, reward_output=reward_output, times=times)
-
-    def _prompts(self, step: int, rows: Tensor | None) -> PromptBatch:
-        batch = self.source.batch(step)
-        return batch if rows is None else batch.rows(rows)
 
     @contextmanager
     def _wait_for_others(self, engine: RolloutEngine) -> Iterator[None]:

@@ -61,7 +61,7 @@ class InOrder:
     def sample(self, worker: EngineWorker, numbers: list[int]) -> None:
         """Sample the batches of these iterations."""
         for step in numbers:
-            self.state.sample(worker, step, [step], None, add=self.add)
+            self.state.sample(worker, step, add=self.add)
 
     def add(self, sampled: Sequence[SampledNumbers], sample: Sample) -> None:
         """Store the scored batch."""

@@ -54,18 +54,17 @@ class GroupPrompts:
         for number in numbers:
             self._turns[number] = self.turn(number) + 1
 
-    def rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Tensor]]:
-        """For each iteration among the groups: its number, groups, and their rows int64 [n]."""
-        for step, of_step in itertools.groupby(sorted(numbers), lambda n: n // self.per_step):
-            groups = list(of_step)
-            rows = self._batch(step)[1]
-            yield step, groups, torch.cat([rows[number % self.per_step] for number in groups])
-
     def prompts(self, numbers: Iterable[int]) -> Iterator[tuple[int, int, PromptBatch]]:
         """For each iteration and round among the groups, their numbers and prompts."""
-        for turn, of_turn in itertools.groupby(sorted(numbers, key=self.turn), self.turn):
-            for step, groups, rows in self.rows(list(of_turn)):
-                yield step, turn, with_groups(self._batch(step, turn)[0].rows(rows), groups)
+
+        def key(number: int) -> tuple[int, int]:
+            return self.turn(number), number // self.per_step
+
+        ordered = sorted(numbers, key=lambda number: (*key(number), number))
+        for (turn, step), together in itertools.groupby(ordered, key):
+            groups, rows = list(together), self._batch(step)[1]
+            index = torch.cat([rows[number % self.per_step] for number in groups])
+            yield step, turn, with_groups(self._batch(step, turn)[0].rows(index), groups)
 
     def forget_before(self, step: int) -> None:
         """Drop the prompts of earlier iterations from memory."""
@@ -185,7 +184,7 @@ def join_groups(samples: Sequence[Sample], like: PromptBatch) -> Sample:
         replace(sample, rollout=replace(sample.rollout, prompts=apart))
         for sample, apart in zip(samples, prompts, strict=True)
     ]
-    names = [f"the rollout engine of partial batch {i}" for i in range(len(parts))]
+    names = [f"the rollout engine of part {i}" for i in range(len(parts))]
     whole, ids = Sample.cat(parts, names=names), like.group.unique().tolist()
     sampled = len(whole.rollout.prompts.group.unique())
     if sampled != len(ids):

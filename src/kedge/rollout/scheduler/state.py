@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from kedge.background import check_stop
 from kedge.records.types import Sample, add_times
 from kedge.rollout.scheduler.collector import RolloutCollector
 from kedge.rollout.scheduler.dispatch import Dispatcher
-from kedge.rollout.scheduler.joining import with_groups
 from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
 
 
@@ -63,30 +60,25 @@ class SchedulerState:
         self,
         worker: EngineWorker,
         step: int,
-        numbers: list[int],
-        rows: Tensor | None,
         *,
         add: Callable[[Sequence[SampledNumbers], Sample], None],
     ) -> None:
-        """Sample ``rows`` of a batch (None: all) without the lock.
+        """Sample the batch of an iteration without the lock.
 
-        They are scored here, and passed to ``add``, if scores decide what comes next.
+        It is scored here, and passed to ``add``, if scores decide what comes next.
         """
         assert worker.update is not None
         sample: Sample | None = None
         times = worker.gap
         if self.collector.more:
-            sample = self.collector.draw(step, worker.engine, rows)
+            sample = self.collector.draw(step, worker.engine)
             rollout, times = sample.rollout, add_times([sample.times, times])
         else:
-            rollout, seconds = self.collector.sample(step, worker.engine, rows)
+            rollout, seconds = self.collector.sample(step, worker.engine)
             times = {"time/rollout": seconds, **times}
         check_stop()
-        if rows is not None:  # a whole batch keeps the group ids of its prompts
-            rollout = replace(rollout, prompts=with_groups(rollout.prompts, numbers))
-            worker.check(rollout)
         sampled = SampledNumbers(
-            rollout=rollout, numbers=numbers, step=worker.update.step, times=times
+            rollout=rollout, numbers=[step], step=worker.update.step, times=times
         )
         with self.lock:
             if sample is None:

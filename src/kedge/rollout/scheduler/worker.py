@@ -61,7 +61,7 @@ class EngineWorker:
     """An engine that samples groups.  Its methods are called from one thread at a time."""
 
     engine: Any  # RolloutEngine, or ContinuousEngine if it has slots
-    slots: int  # responses sampled at once; 0: samples partial batches
+    slots: int  # responses sampled at once; 0: samples whole batches
     update: WeightUpdate | None = None  # the loaded weights
     held: dict[int, int] = field(default_factory=dict)  # group -> version it started with
     unfinished: int = 0  # responses being sampled

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from kedge.rollout.engines import RankSharedEngine
 
 logger = logging.getLogger(__name__)
-PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
 Kind = Literal["truncate", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
 
@@ -164,7 +163,7 @@ def build_engine(
         seed=args.seed,
         max_lag=args.max_lag or 0,
         max_token_lag=args.max_lag if args.sampler_correction == "mask_old" else None,
-        partial_batches=rollout.num_partial_batches(rollout_engine),
+        as_completed=rollout.as_completed,
         in_flight_weight_updates=args.in_flight_weight_updates,
         correction=rollout.correction,
         value_warmup_steps=setup.value_warmup_steps,
@@ -354,22 +353,8 @@ class RolloutStage:
         extra_columns = int(self.setup.algorithm.extra_column)
         return RankSharedEngine(make, groups, extra_columns=extra_columns)
 
-    def num_partial_batches(self, engine: RolloutEngine) -> int:
-        """Number of partial batches in "as completed"; 0: whole batches in order."""
-        if not self.as_completed:
-            return 0
-        from kedge.rollout.scheduler.worker import list_engines
-
-        limit = PARTIAL_BATCHES_PER_WORKER * len(list_engines(engine))
-        return self.setup.args.num_partial_batches or max(n for n in self._divisors() if n <= limit)
-
-    def _divisors(self) -> list[int]:
-        sizes = self.setup.sizes
-        prompts = sizes.prompts if self.shared else sizes.local_prompts
-        return [n for n in range(1, prompts + 1) if prompts % n == 0]
-
     def _check_groups(self) -> None:
-        """Check that ranks have whole groups, and that partial batches divide their prompts."""
+        """Check that ranks have whole groups."""
         sizes, resample = self.setup.sizes, self.setup.algorithm.resample
         if (resample or self.as_completed) and sizes.local_rows % sizes.group:
             option, default = 'rollout_schedule="as_completed"', 'rollout_schedule="in_order"'
@@ -379,13 +364,6 @@ class RolloutStage:
                 f"{option} needs whole groups on each rank, but {sizes.local_rows} responses per"
                 f" rank are not a multiple of {sizes.group}; change per_device_train_batch_size,"
                 f" or set {default}"
-            )
-        number = self.setup.args.num_partial_batches
-        if number is not None and number not in self._divisors():
-            raise ConfigError(
-                f"num_partial_batches={number} must divide the {self._divisors()[-1]} prompts of"
-                f" {'an iteration' if self.shared else 'a rank'}; valid values:"
-                f" {', '.join(map(str, self._divisors()))}"
             )
 
 

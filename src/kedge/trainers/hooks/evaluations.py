@@ -124,7 +124,7 @@ class Evaluations(RunParts, Hook):
         # The engine is idle and has the newest weights, so timing does not matter.
         engine.scheduler.wait_until_idle()
         engine.scheduler.wait_for_syncs()
-        if engine.partial_batches:
+        if engine.as_completed:
             engine.rollout_engine.load_weights(engine.weights(), engine.learner.version)
         return evaluate(
             eval_set.source,
