@@ -76,22 +76,29 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
 
     # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
-        10, "Iterations between log rows; below 1, a fraction of the run."
+        10, "How many iterations lie between two rows of metrics; below 1, a fraction of the run."
     )
     gradient_checkpointing: bool | None = option(
-        True, "Recompute activations in the backward pass: less memory, about a third slower."
+        True, "Compute activations again in the backward pass: less memory, about a third slower."
     )
     bf16: bool | None = switch(  # type: ignore[assignment]
-        None, "Autocast to bfloat16 over float32 weights. Unset: on if the GPU supports it."
+        None,
+        "Compute in bfloat16 over float32 weights. If unset, on where PyTorch says that the GPU "
+        "supports it. Slow on processors without bf16 instructions.",
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
-        None, "Trackers for metrics: tensorboard, wandb, trackio or a list. Unset: only files."
+        None,
+        "Where metrics are sent: tensorboard, wandb, trackio, others of transformers, or a list. "
+        "If unset, only files are written.",
     )
     trackio_space_id: str | None = option(
         "trackio",
-        "Hugging Face Space of the dashboard, with report_to=trackio. Local if not logged in.",
+        "The Hugging Face Space of the dashboard, with report_to=trackio. Without a login the "
+        "dashboard is local.",
     )
-    run_name: str | None = option(None, "Name of the run in trackers. Unset: exp_name, if given.")
+    run_name: str | None = option(
+        None, "The name of the run in trackers. If unset, exp_name, if that is given."
+    )
 
     def __new__(cls, *args: Any, **options: Any) -> OnPolicyConfig:
         """Refuse unknown names with a suggestion."""

@@ -32,35 +32,39 @@ class BatchArguments:
 
     SECTION: ClassVar[str] = "batch sizes and run length"
 
-    num_ppo_epochs: Count = option(4, "Passes over each batch of responses.")
-    num_mini_batches: Count = option(1, "Optimizer steps per pass over the batch.")
+    num_ppo_epochs: Count = option(4, "How often each batch is trained on.")
+    num_mini_batches: Count = option(1, "How many optimizer steps a pass over the batch takes.")
     total_episodes: Annotated[int | None, Interval(ge=1, le=MOST)] = option(
         None,
-        "Responses to generate over the whole run. Unset: num_train_epochs or max_steps decide.",
+        "How many responses the run generates. If unset, num_train_epochs or max_steps ends it.",
     )
-    num_generations: Count = option(1, "Responses per prompt.")
+    num_generations: Count = option(1, "How many responses are sampled for each prompt.")
     max_tokens_per_micro_batch: Count | None = option(
         None,
-        "Most tokens of one forward and backward pass, padding included: rows sorted by length are "
-        "cut by tokens instead of per_device_train_batch_size rows, with the same gradient. A "
-        "longer row is a pass by itself.",
+        "The most tokens of one forward and backward pass, padding included: rows are sorted by "
+        "length and cut by tokens instead of per_device_train_batch_size rows. The gradient is "
+        "the same.",
     )
     local_rollout_forward_batch_size: Count = option(
-        64, "Rows per rank at a time when sampling, scoring and computing log-probabilities."
+        64, "How many rows a process samples, scores and computes log-probabilities of at a time."
     )
-    world_size: Count | None = option(None, "Filled in: number of ranks.")
-    num_total_batches: Count | None = option(None, "Filled in: iterations of the run.")
+    world_size: Count | None = option(None, "Filled in by Kedge: the processes that train.")
+    num_total_batches: Count | None = option(None, "Filled in by Kedge: the iterations of the run.")
     micro_batch_size: Count | None = option(
-        None, "Filled in: per_device_train_batch_size x world_size."
+        None, "Filled in by Kedge: per_device_train_batch_size x world_size."
     )
     local_batch_size: Count | None = option(
-        None, "Filled in: per_device_train_batch_size x gradient_accumulation_steps."
+        None, "Filled in by Kedge: per_device_train_batch_size x gradient_accumulation_steps."
     )
-    batch_size: Count | None = option(None, "Filled in: local_batch_size x world_size.")
+    batch_size: Count | None = option(
+        None, "Filled in by Kedge: responses of an iteration, all processes."
+    )
     local_mini_batch_size: Count | None = option(
-        None, "Filled in: local_batch_size / num_mini_batches."
+        None, "Filled in by Kedge: local_batch_size / num_mini_batches."
     )
-    mini_batch_size: Count | None = option(None, "Filled in: batch_size / num_mini_batches.")
+    mini_batch_size: Count | None = option(
+        None, "Filled in by Kedge: responses of an optimizer step."
+    )
 
 
 @dataclass
@@ -69,31 +73,36 @@ class ModelArguments:
 
     SECTION: ClassVar[str] = "models"
 
-    model_adapter_name: str | None = option(None, "PEFT adapter to train.")
+    model_adapter_name: str | None = option(None, "Which PEFT adapter trains, by name.")
     ref_adapter_name: str | None = option(
         None,
-        "PEFT adapter used as the reference. Unset: the base model under a new adapter, a frozen "
-        "copy of an adapter that the model has.",
+        "The name of the PEFT adapter that serves as the reference. If unset, the reference is "
+        "the base model for a new adapter, and a frozen copy for an adapter that was trained "
+        "before.",
     )
     allow_low_precision_weights: bool = option(
-        False, "Allow training bf16 or fp16 weights, which round small weight changes away."
+        False,
+        "Train bf16 or fp16 weights as they are. They round small changes away, so by default "
+        "weights train in float32.",
     )
     train_layers: Count | None = option(
         None,
-        "Train only the top k transformer layers of policy and value model, with final norm and "
-        "output layer (unless it is tied to the embedding). Unset: all layers.",
+        "Train only this many of the top transformer layers of policy and value model, with the "
+        "final norm and the output layer (unless it is tied to the embedding). If unset, all "
+        "layers train.",
     )
     cache_trunk: bool = option(
         True,
-        "Where the lower layers are frozen (train_layers, adapters on the top layers only), "
-        "compute their output once per batch for all epochs and models that share them.",
+        "If the lower layers are frozen, compute their output once per batch and use it in all "
+        "epochs and in all models that share them.",
     )
     model_init_kwargs: dict[str, Any] | str | None = option(
         None,
-        "Extra arguments of from_pretrained for policy and reference given by name; JSON on the "
-        "command line.",
+        "Extra arguments of from_pretrained for policy and reference by name; JSON in a command.",
     )
-    trust_remote_code: bool = option(False, "Run the custom code of a model given by name.")
+    trust_remote_code: bool = option(
+        False, "Run the custom code that comes with a model given by name."
+    )
 
 
 @dataclass
@@ -102,30 +111,33 @@ class SamplingArguments:
 
     SECTION: ClassVar[str] = "sampling"
 
-    response_length: Count = option(53, "Maximum length of a response, in tokens.")
+    response_length: Count = option(53, "The most tokens that a response may have.")
     min_new_tokens: Natural = option(
-        0, "Minimum tokens of a response: stop tokens are banned before."
+        0, "The fewest tokens that a response may have. Stop tokens are banned until then."
     )
     temperature: Annotated[float, Interval(ge=1e-6, le=1000)] = option(
-        0.7, "Sampling temperature; divides the logits in training too."
+        0.7, "The sampling temperature. Training divides the logits by it, too."
     )
-    top_k: Natural = option(0, "Sample among the k most likely tokens; 0 is off.")
+    top_k: Natural = option(0, "Sample only among this many most likely tokens. 0 is off.")
     top_p: Annotated[float, Interval(gt=0, le=1)] = option(
-        1.0, "Sample among the most likely tokens with this total probability; 1 is off."
+        1.0,
+        "Sample only among the most likely tokens that together have this probability. 1 is off.",
     )
     min_p: Annotated[float, Interval(ge=0, lt=1)] = option(
-        0.0, "Exclude tokens less likely than this fraction of the top probability; 0 is off."
+        0.0, "Never sample tokens less likely than this fraction of the likeliest one. 0 is off."
     )
     stop_token: Literal["eos"] | None = option(
         "eos",
-        "End responses at the tokenizer's EOS token and every eos_token_id of the model's "
-        "generation_config; None (none on the command line): at neither.",
+        "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
+        "generation_config. With None (none on the command line) they end at neither.",
     )
-    stop_token_id: Natural | None = option(None, "Also end responses at this token id.")
+    stop_token_id: Natural | None = option(None, "End responses at this token id as well.")
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
-        None, "Also end responses at any of these token ids; for only these set stop_token=None."
+        None, "End responses at these token ids as well; with stop_token=None at these alone."
     )
-    stop_strings: list[str] | None = option(None, "Also end responses after any of these strings.")
+    stop_strings: list[str] | None = option(
+        None, "End responses after any of these strings as well."
+    )
 
 
 @dataclass
@@ -134,15 +146,19 @@ class PromptArguments:
 
     SECTION: ClassVar[str] = "prompts"
 
-    max_prompt_length: Count | None = option(None, "Maximum length of a prompt, in tokens.")
+    max_prompt_length: Count | None = option(
+        None,
+        "The most tokens that a prompt may have. If unset, only the models' context limits it.",
+    )
     chat_template_kwargs: dict[str, Any] | str | None = option(
-        None, "Extra arguments of the chat template; JSON on the command line."
+        None, "Extra arguments for the chat template; JSON in a command."
     )
     overlong_prompts: Literal["drop", "truncate"] = option(
-        "drop", "Drop prompts above max_prompt_length, or truncate them on the left."
+        "drop",
+        "Leave prompts above max_prompt_length out (drop), or cut them on the left (truncate).",
     )
-    shuffle_dataset: bool = option(True, "Reshuffle the prompts on every pass.")
-    dataset_num_proc: Count | None = option(None, "Processes that tokenize the dataset.")
+    shuffle_dataset: bool = option(True, "Shuffle the prompts again for every pass over them.")
+    dataset_num_proc: Count | None = option(None, "How many processes tokenize the dataset.")
 
 
 @dataclass
@@ -152,28 +168,30 @@ class RewardArguments:
     SECTION: ClassVar[str] = "rewards"
 
     missing_eos_penalty: NonNegative | None = option(
-        None, "Penalty subtracted from the score of a response without stop token."
+        None, "What the score of a response that does not end with a stop token loses."
     )
     non_eos_penalty: bool = option(
-        False, "Replace the score of a response without stop token by penalty_reward_value."
+        False, "Score a response that does not end with a stop token penalty_reward_value instead."
     )
-    penalty_reward_value: float = option(-1.0, "Score given by non_eos_penalty.")
+    penalty_reward_value: float = option(-1.0, "The score that non_eos_penalty gives.")
     reward_adapter: str | None = option(
         None,
-        "Folder or Hub name of a reward model that is an adapter on the policy's base model. Needs "
-        "an adapter on the policy too; counts as the last reward model.",
+        "The folder or hub name of a reward model that is an adapter on the policy's base model. "
+        "The policy needs an adapter, too. In reward_weights it counts as the last reward model.",
     )
     reward_weights: list[float] | None = option(
-        None, "Weight of each reward source. Unset: 1 each."
+        None, "The weight of each reward, in the order of the rewards. If unset, every weight is 1."
     )
     on_reward_error: Literal["raise", "score", "drop"] = option(
-        "raise", "If a reward function fails: stop, use reward_error_score, or drop the row."
+        "raise",
+        "What happens if a reward function raises: raise stops the run, score gives "
+        "reward_error_score, drop leaves the response out.",
     )
-    reward_error_score: float | None = option(None, "Score given by on_reward_error=score.")
+    reward_error_score: float | None = option(None, "The score that on_reward_error=score gives.")
     reward_timeout: Seconds | None = option(
         None,
-        "Seconds that a call of a reward function may take. Rows that take longer are dropped, or "
-        "scored with on_reward_error=score. Unset: no limit.",
+        "How many seconds a call of a reward function may take. Responses that take longer are "
+        "dropped, or scored with on_reward_error=score. If unset, there is no limit.",
     )
 
 
@@ -183,23 +201,35 @@ class KLArguments:
 
     SECTION: ClassVar[str] = "KL and entropy"
 
-    kl_coef: NonNegative = option(0.05, "Weight of the KL penalty in the reward.")
-    adaptive_kl: bool = option(False, "Adapt kl_coef so that the KL approaches kl_target.")
-    kl_target: Positive = option(6.0, "Target KL of adaptive_kl, in nats per response.")
-    kl_horizon: Positive = option(10000.0, "Horizon of adaptive_kl, in responses.")
+    kl_coef: NonNegative = option(
+        0.05,
+        "The weight of the KL penalty in the reward, which keeps the policy near the reference.",
+    )
+    adaptive_kl: bool = option(
+        False, "Change kl_coef during training so that the KL approaches kl_target."
+    )
+    kl_target: Positive = option(6.0, "The KL that adaptive_kl aims at, in nats per response.")
+    kl_horizon: Positive = option(
+        10000.0, "Over how many responses adaptive_kl changes kl_coef: the more, the more slowly."
+    )
     entropy_coef: NonNegative = option(
-        0.0, "Weight of the entropy bonus in the loss, per token; the first one if adaptive."
+        0.0,
+        "The weight of the entropy bonus in the loss, or the first one with use_adaptive_entropy.",
     )
     use_adaptive_entropy: bool = option(
-        False, "Adapt entropy_coef so that the entropy stays above entropy_target."
+        False, "Change entropy_coef during training so that the entropy stays above entropy_target."
     )
-    entropy_coef_min: NonNegative = option(0.0, "Lower bound of the adaptive entropy_coef.")
-    entropy_coef_max: NonNegative = option(1.0, "Upper bound of the adaptive entropy_coef.")
+    entropy_coef_min: NonNegative = option(
+        0.0, "The smallest entropy_coef that use_adaptive_entropy may choose."
+    )
+    entropy_coef_max: NonNegative = option(
+        1.0, "The largest entropy_coef that use_adaptive_entropy may choose."
+    )
     entropy_coef_delta: NonNegative = option(
-        0.005, "Change of the adaptive entropy_coef per optimizer step."
+        0.005, "By how much use_adaptive_entropy changes entropy_coef in an optimizer step."
     )
     entropy_target: NonNegative = option(
-        0.2, "Nats per token at or below which the adaptive bonus acts."
+        0.2, "use_adaptive_entropy raises the bonus at this entropy or below, in nats per token."
     )
 
 
@@ -209,7 +239,11 @@ class EstimatorArguments:
 
     SECTION: ClassVar[str] = "algorithm"
 
-    kl_estimator: KLEstimator = option("k1", "Estimator of the KL per token; full is exact.")
+    kl_estimator: KLEstimator = option(
+        "k1",
+        "How the KL of a token is estimated from log-probabilities: k1, k2, k3 or abs. full "
+        "computes it exactly over the vocabulary.",
+    )
 
 
 @dataclass
@@ -219,39 +253,47 @@ class EnvironmentArguments:
     SECTION: ClassVar[str] = "environments"
 
     environment: str | None = option(
-        None, "Class or function that makes an environment: module:Class or file.py:Class."
+        None, "The class or function that makes an environment, as module:Class or file.py:Class."
     )
     environment_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of environment by name; JSON on the command line."
+        None, "The arguments of that class or function by name; JSON in a command."
     )
     max_turns: Count | None = option(
-        None, "Turns per episode. Unset: as many as response_length has room for."
+        None,
+        "The most turns that an episode may have. If unset, response_length alone limits them.",
     )
     max_turn_tokens: Count | None = option(
-        None, "Tokens per turn. Unset: what is left of response_length."
+        None, "The most tokens in one turn. If unset, whatever remains of response_length."
     )
     max_observation_tokens: Count | None = option(
-        None, "Tokens of an answer to a turn, with the template's; its middle is cut above."
+        None,
+        "The most tokens of an observation, chat template included. Longer ones lose their middle.",
     )
     drop_reasoning: bool = option(
         False,
-        "Read earlier turns without their reasoning where the chat template renders them so; the "
-        "next turn then begins a new context.",
+        "Drop the reasoning of earlier turns if the chat template does. The next turn then begins "
+        "a new context.",
     )
     max_episode_seconds: Seconds | None = option(
-        None, "Seconds that an episode's environment may work, all turns."
+        None, "The time limit in seconds for the environment of one episode, summed over its turns."
     )
     max_tool_calling_iterations: Count | None = option(
-        None, "Turns of an episode whose tool calls are made. Unset: no limit."
+        None,
+        "In how many turns tools may be called; later calls are not executed. Default: no limit.",
     )
-    environment_timeout: Seconds = option(60.0, "Seconds that a call of an environment may take.")
-    environment_concurrency: Count = option(256, "Calls of environments that run at the same time.")
+    environment_timeout: Seconds = option(
+        60.0, "How many seconds one call of an environment may take."
+    )
+    environment_concurrency: Count = option(
+        256, "How many calls of environments may run at the same time."
+    )
     on_env_error: Literal["raise", "drop", "score"] = option(
         "raise",
-        "What an exception or timeout of an environment does: stop, drop the episode, or score it.",
+        "What happens if an environment raises or times out: raise stops the run, drop leaves the "
+        "episode out, score gives it env_error_score.",
     )
     env_error_score: float = option(
-        0.0, "Reward of the last turn of an episode whose environment failed, with score."
+        0.0, "The reward of the last turn if the environment failed, with on_env_error=score."
     )
 
 
@@ -263,41 +305,50 @@ class EngineArguments:
 
     max_lag: Natural | None = option(
         None,
-        "Iterations that sampling may run ahead of training; 0 is synchronous. Unset: 0, or 1 for "
-        "AsyncPPOConfig; with in_flight_weight_updates 2.",
+        "How many iterations sampling may run ahead of training. At 0 they take turns. If unset: "
+        "0, or 1 for AsyncPPOConfig, or 2 with in_flight_weight_updates.",
     )
     rollout_schedule: Literal["in_order", "as_completed"] = option(
         "in_order",
-        "With max_lag: train on whole batches in order, or on responses as they complete, "
-        "which is faster if lengths differ much, but depends on timing.",
+        "With max_lag above 0, in_order trains on whole batches in order; as_completed trains on "
+        "responses as they are finished. That is faster if lengths differ much, but the result "
+        "depends on timing.",
     )
     in_flight_weight_updates: bool = option(
         False,
-        "With as_completed: engines get new weights while they sample, and responses continue with "
-        "them. Tokens may be older than max_lag; each has its own importance weight.",
+        "With as_completed, give engines new weights while they sample; unfinished responses "
+        "continue with them. Tokens may then be older than max_lag, and each has its own "
+        "importance weight.",
     )
     sampler_correction: SamplerCorrection | None = option(
         "auto",
-        "Importance weights of the learner against the rollout engine: truncate or mask large "
-        "ones, or off. auto: truncate with vLLM, from max_lag=2, in flight, and if an option below "
-        "is set; else off. mask_old: in flight, truncate, and leave out tokens older than max_lag. "
-        "ratio: no weights; the loss takes its ratio to the rollout engine.",
+        "How training corrects for samples of another policy, by importance weights of the "
+        "learner against the rollout engine. truncate limits large weights, mask rejects them, "
+        "off has none. auto is truncate with vLLM, from max_lag=2, in flight, or if an option "
+        "below is set, and else off. mask_old, in flight, truncates and leaves out tokens older "
+        "than max_lag. ratio has no weights: the loss takes its ratio to the rollout engine.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = option(
-        None, "Weights per token, per response, or their geometric mean per response. Unset: token."
+        None,
+        "What has one importance weight: a token, a response (sequence), or a response by the "
+        "geometric mean of its tokens (sequence_mean). If unset, a token.",
     )
     sampler_correction_high: Bound | None = option(
         None,
-        "Weights above this are truncated or masked. Unset: 2 for token, 5 for sequence, 1.01 "
-        "for sequence_mean.",
+        "Importance weights above this are truncated or rejected. If unset: 2 for token, 5 for "
+        "sequence, 1.01 for sequence_mean.",
     )
     sampler_correction_low: NonNegative | None = option(
         None,
-        "Weights below this are raised or masked. Unset: 1 / sampler_correction_high for mask, no "
-        "bound for truncate.",
+        "Importance weights below this are raised to it or rejected. If unset: 1 / "
+        "sampler_correction_high for mask, and no bound for truncate.",
     )
-    save_rollouts: str | None = option(None, "Folder to record the rollouts of each iteration in.")
-    replay_rollouts: str | None = option(None, "Folder written by save_rollouts to train from.")
+    save_rollouts: str | None = option(
+        None, "The folder in which to record the responses of each iteration."
+    )
+    replay_rollouts: str | None = option(
+        None, "Train on the responses that save_rollouts wrote to this folder, instead of sampling."
+    )
     preflight: bool = option(True, "Check models, rewards and masks on one batch before training.")
 
 
@@ -309,37 +360,41 @@ class LogArguments:
 
     overwrite_output_dir: bool = option(
         False,
-        "Start over in an output_dir with checkpoints of another run and delete them. Without it "
-        "such a folder is refused.",
+        "Start over in an output_dir that has checkpoints of another run, and delete them. "
+        "Without it such a folder is refused.",
     )
-    logging_dir: str | None = option(None, "TensorBoard folder. Unset: a folder in output_dir.")
-    exp_name: str = option("run", "Name of the experiment.")
+    logging_dir: str | None = option(
+        None, "The folder for TensorBoard. If unset, a folder in output_dir."
+    )
+    exp_name: str = option("run", "The name of the experiment, which run_name uses.")
     num_sample_generations: Natural = option(
-        10, "Tables of sample completions shown over the run; 0 for none."
+        10, "How many tables of sample completions are shown over the run. 0 shows none."
     )
     num_completions_to_print: Count | None = option(
-        None, "Rows of each printed table of completions. Unset: 5."
+        None, "How many rows of each table of completions are printed. If unset, 5."
     )
     log_unique_prompts: bool = option(
-        False, "Show one response per prompt in tables of completions."
+        False, "Show only one response per prompt in tables of completions."
     )
     log_token_rows: Natural = option(
-        4, "Responses logged token by token with each log row, for kedge report; 0 for none."
+        4,
+        "How many responses are logged token by token with each row, for kedge report. 0 is none.",
     )
     log_completions_hub_repo: str | None = option(
         None,
-        "Dataset repository on the Hub to upload the tables of completions to; private unless "
-        "hub_private_repo=False.",
+        "The dataset repository on the Hub to which tables of completions are uploaded. It is "
+        "private unless hub_private_repo=False.",
     )
     num_generations_eval: Count | None = option(
         None,
-        "Completions of each evaluation prompt, sampled as in training. Unset: one, nearly greedy.",
+        "How many completions an evaluation samples of each prompt. If unset, one, nearly greedy.",
     )
     eval_success_score: float | None = option(
-        None, "Lowest score that solves a prompt; logs eval_accuracy and eval_pass@k."
+        None, "A response with this score solves its prompt; logs eval_accuracy and eval_pass@k."
     )
     eval_against_start: bool = option(
-        False, "Evaluate before training; later evaluations log the win rate against it."
+        False,
+        "Evaluate the policy before training, too; later evaluations log a win rate against it.",
     )
 
 
@@ -350,10 +405,12 @@ class ScriptArguments:
     SECTION: ClassVar[str] = "command line and scripts"
 
     sft_model_path: str = option(
-        "EleutherAI/pythia-160m", "Folder or Hub name of the policy and the reference, for scripts."
+        "EleutherAI/pythia-160m",
+        "The folder or hub name of the policy and the reference, for commands and scripts.",
     )
     reward_model_path: str = option(
-        "EleutherAI/pythia-160m", "Folder or Hub name of the reward model, for scripts."
+        "EleutherAI/pythia-160m",
+        "The folder or hub name of the reward model, for commands and scripts.",
     )
 
 
@@ -385,6 +442,8 @@ class GroupArguments:
         False, "Move the reference towards the policy every ref_model_sync_steps iterations."
     )
     ref_model_mixup_alpha: Annotated[float, Interval(gt=0, le=1)] = option(
-        0.6, "Share of the policy in the new reference; the rest is the old one."
+        0.6, "The share of the policy in the new reference. The rest is the old reference."
     )
-    ref_model_sync_steps: Count = option(512, "See sync_ref_model.")
+    ref_model_sync_steps: Count = option(
+        512, "After how many iterations sync_ref_model moves the reference."
+    )

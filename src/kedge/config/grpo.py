@@ -28,53 +28,73 @@ class GRPOConfig(GroupArguments, OnPolicyConfig):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("grpo_config", "Name of the experiment.")
-    learning_rate: float = option(1e-6, "Learning rate.")
-    num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
-    num_generations: int = option(8, "Responses per prompt, at least 2.")
-    response_length: int = option(512, "Maximum length of a response, in tokens.")
-    temperature: float = option(1.0, "Sampling temperature; divides the logits in training too.")
-    kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, in addition to beta.")
+    exp_name: str = option("grpo_config", "The name of the experiment, which run_name uses.")
+    learning_rate: float = option(1e-6, "The learning rate of the policy.")
+    num_ppo_epochs: int = option(1, "How often each batch is trained on.")
+    num_generations: int = option(8, "How many responses are sampled for each prompt, at least 2.")
+    response_length: int = option(512, "The most tokens that a response may have.")
+    temperature: float = option(
+        1.0, "The sampling temperature. Training divides the logits by it, too."
+    )
+    kl_coef: float = option(
+        0.0, "The weight of a KL penalty (k1) in the reward, in addition to beta."
+    )
 
     # GRPO.
-    epsilon: Bound = option(0.2, "Lower clip: the probability ratio is at least 1 - epsilon.")
+    epsilon: Bound = option(
+        0.2, "The lower bound of the clip: the probability ratio is at least 1 - epsilon."
+    )
     epsilon_high: Bound | None = option(
         None,
-        "Upper clip: the ratio is at most 1 + this. Unset: epsilon. With cispo the largest weight; "
-        "unset: 5.",
+        "The upper bound of the clip: the ratio is at most 1 + this. If unset, epsilon. With "
+        "loss_type=cispo it is the largest weight, and 5 if unset.",
     )
     delta: Annotated[float | None, Gt(1)] = option(
-        None, "Largest ratio of tokens with negative advantage."
+        None,
+        "The largest ratio that counts for tokens with a negative advantage. Default: no limit.",
     )
-    beta: NonNegative = option(0.0, "Weight of the KL in the loss; above 0 needs a reference.")
-    kl_estimator: KLEstimator = option("k3", "Estimator of the KL in the loss: k1, k2, k3, abs.")
-    use_bias_correction_kl: bool = option(True, "Multiply the KL in the loss by the ratio.")
+    beta: NonNegative = option(
+        0.0, "The weight of the KL in the loss. Above 0 the run needs a reference."
+    )
+    kl_estimator: KLEstimator = option(
+        "k3", "How the KL in the loss is estimated from log-probabilities: k1, k2, k3 or abs."
+    )
+    use_bias_correction_kl: bool = option(
+        True, "Multiply the KL in the loss by the probability ratio."
+    )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
-        "dapo", "How the loss averages tokens, or cispo; see kedge.algorithms.grpo."
+        "dapo",
+        "How the loss averages over tokens (grpo, dr_grpo, dapo, bnpo), or cispo, which weighs "
+        "tokens instead of clipping them.",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
         "group",
-        "Divide advantages by the standard deviation of the scores of the group or the batch.",
+        "Divide advantages by the standard deviation of the scores of the group or of the batch.",
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize",
-        "With several rewards: normalize their weighted sum, or each of them in its group (GDPO).",
+        "With several rewards: normalize their weighted sum, or normalize each of them within its "
+        "group first (GDPO).",
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
-        "token", "Ratio per token, or per sequence (GSPO): the geometric mean over the response."
+        "token",
+        "Compute the ratio for each token, or for each response as the geometric mean of its "
+        "tokens (sequence, GSPO).",
     )
     mask_truncated_completions: bool = option(
-        False, "Exclude responses that were truncated at the length limit from the loss."
+        False, "Leave responses that were cut off at the length limit out of the loss."
     )
     credit: Literal["token", "turn"] = option(
-        "token", "What is compared in a group: whole responses, or turn by turn."
+        "token", "What is compared within a group: whole responses, or turn by turn."
     )
-    drop_uniform_groups: bool = option(False, "Exclude groups with equal scores from the loss.")
+    drop_uniform_groups: bool = option(
+        False, "Leave groups whose scores are all equal out of the loss."
+    )
     dynamic_sampling: Natural = option(
-        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO)."
+        0, "How many rounds of new prompts may replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
-        0, "Tokens before response_length over which the score drops by up to 1 (DAPO)."
+        0, "Over this many tokens before response_length the score drops by up to 1 (DAPO)."
     )
 
     def __post_init__(self) -> None:

@@ -76,24 +76,28 @@ class ValueArguments:
 
     value_source: Literal["auto", "reward", "policy", "copy"] = option(
         "auto",
-        "Initialization of the value model: the reward model, a head on the policy (policy), or a "
-        "separate model with the policy's weights (copy). auto: the reward model if it fits; else "
-        "copy in environments, policy with an adapter, train_layers or single responses.",
+        "Where the value model comes from: reward is the reward model, policy a head on the "
+        "policy, copy a separate model with the policy's weights. auto takes the reward model if "
+        "it fits; else copy in environments, and policy with an adapter, with train_layers, or "
+        "for single responses.",
     )
     value_adapter: bool = option(
         False,
-        "With an adapter on the policy: the value model is another adapter on the same base, with "
-        "the same settings, or starts from reward_adapter (value_source).",
+        "Make the value model another adapter on the policy's base model, with the same settings. "
+        "It starts from reward_adapter if there is one. The policy needs an adapter, too.",
     )
     value_learning_rate: NonNegative | None = option(
-        None, "Learning rate of the value model. Unset: learning_rate."
+        None, "The learning rate of the value model. If unset, learning_rate."
     )
-    value_warmup_steps: Natural = option(0, "First iterations that train only the value model.")
+    value_warmup_steps: Natural = option(
+        0, "In how many iterations at the start only the value model trains."
+    )
     num_value_epochs: Count = option(
-        1, "Passes of the value model over the batch for each pass of the policy; max_kl ends both."
+        1, "Value-model passes per policy pass. Early stopping by max_kl stops both models."
     )
     freeze_value_attention: bool = option(
-        False, "Train the value model without its attention layers (full, linear or recurrent)."
+        False,
+        "Keep the attention layers of the value model (full, linear or recurrent) as they are.",
     )
 
 
@@ -111,61 +115,77 @@ class PPOConfig(ValueArguments, OnPolicyConfig):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("ppo_config", "Name of the experiment.")
+    exp_name: str = option("ppo_config", "The name of the experiment, which run_name uses.")
     # PPO.
-    whiten_rewards: bool = option(False, "Scale rewards to unit variance, keeping their mean.")
-    scale_rewards: Literal["none", "running"] = option(
-        "none", "Divide scores by the standard deviation of all scores so far in the run."
+    whiten_rewards: bool = option(
+        False, "Scale rewards to unit variance without changing their mean."
     )
-    whiten_advantages: bool = option(True, "Scale advantages to mean 0 and at most unit variance.")
+    scale_rewards: Literal["none", "running"] = option(
+        "none",
+        "With running, divide scores by the standard deviation of all scores of the run so far.",
+    )
+    whiten_advantages: bool = option(
+        True, "Shift advantages to mean 0 and scale them down, never up, to unit variance."
+    )
     cliprange: Bound = option(
-        0.2, "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange."
+        0.2, "The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."
     )
     cliprange_high: Bound | None = option(
-        None, "Clip range above 1, such as 0.28. Unset: cliprange."
+        None, "The upper bound of the clip is 1 + this, for example 0.28. If unset, cliprange."
     )
     policy_loss: Literal["clip", "mask"] = option(
         "clip",
-        "Clip the ratio, or mask: leave out tokens whose ratio is outside of both clips, as SAO.",
+        "With clip, tokens stop training when their advantage pushes them out of the clip range. "
+        "With mask, tokens whose ratio is outside of the range do not train, whatever their "
+        "advantage (SAO).",
     )
     loss_aggregation: Literal["token", "sequence", "constant"] = option(
         "token",
-        "Weight of a token: equal, equal per response, or 1 / response_length (policy loss alone).",
+        "How the loss weighs tokens. token: all tokens alike. sequence: all responses alike. "
+        "constant: by 1 / response_length (policy loss alone).",
     )
     mask_truncated_completions: bool = option(
-        False, "Exclude responses that were truncated at the length limit from the losses."
+        False, "Leave responses that were cut off at the length limit out of the losses."
     )
     drop_uniform_groups: bool = option(
-        False, "With num_generations: groups with equal scores train the value model alone."
+        False,
+        "With num_generations, let groups whose scores are all equal train the value model alone.",
     )
     dynamic_sampling: Natural = option(
-        0, "Most rounds of replacing groups with equal scores by new prompts (DAPO)."
+        0, "How many rounds of new prompts may replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
-        0, "Tokens before response_length over which the score drops by up to 1 (DAPO)."
+        0, "Over this many tokens before response_length the score drops by up to 1 (DAPO)."
     )
-    vf_coef: NonNegative = option(0.1, "Weight of the value loss.")
-    cliprange_value: Bound = option(0.2, "Clip range of new values around the old ones.")
-    gamma: Probability = option(1.0, "Discount factor per token.")
-    lam: Probability = option(0.95, "Lambda of generalized advantage estimation.")
+    vf_coef: NonNegative = option(0.1, "The weight of the value loss.")
+    cliprange_value: Bound = option(
+        0.2, "How far a new value may move from the old one before its loss is clipped."
+    )
+    gamma: Probability = option(1.0, "The discount factor per token, or per turn with credit=turn.")
+    lam: Probability = option(0.95, "The lambda of generalized advantage estimation.")
     score_position: Literal["last", "after_last"] = option(
-        "last", "Position of the score: the last token, or the slot after it, whitened as in TRL."
+        "last",
+        "Where the score of a response is placed: on its last token, or (after_last) one slot "
+        "later, with advantages scaled as in TRL.",
     )
     bootstrap_truncated: bool = option(
-        False, "Bootstrap from the value where the length limit truncated a response."
+        False, "If the length limit cuts a response off, the value model estimates the rest."
     )
     lam_value: Probability | None = option(
         None,
-        "Lambda of the value targets. Unset: lam, or 1 with lam_alpha; 1 suits long responses.",
+        "The lambda of the value targets; 1 suits long responses. If unset, lam, or 1 with "
+        "lam_alpha.",
     )
     lam_alpha: Positive | None = option(
-        None, "Replace lam for the advantages by 1 - 1 / (lam_alpha x tokens); 0.05 in VAPO."
+        None, "For advantages, replace lam by 1 - 1 / (lam_alpha x tokens) (VAPO, with 0.05)."
     )
     dual_clip: Annotated[float | None, Gt(1)] = option(
-        None, "Largest ratio of tokens with negative advantage, such as 3. Unset: no limit."
+        None,
+        "The largest ratio of tokens with a negative advantage, for example 3. Default: no limit.",
     )
     credit: Literal["token", "turn"] = option(
-        "token", "What gets one advantage and counts for gamma and lam: a token, or a turn."
+        "token",
+        "What gets one advantage and counts for gamma and lam: a token, or a turn of an episode.",
     )
 
     @classmethod

@@ -24,37 +24,38 @@ class RLOOConfig(GroupArguments, OnPolicyConfig):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("rloo_config", "Name of the experiment.")
-    num_generations: int = option(2, "Responses per prompt, at least 2.")
+    exp_name: str = option("rloo_config", "The name of the experiment, which run_name uses.")
+    num_generations: int = option(2, "How many responses are sampled for each prompt, at least 2.")
     cliprange: Bound = option(
-        0.2, "Clip range of the probability ratio: 1 - cliprange to 1 + cliprange."
+        0.2, "The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."
     )
     cliprange_high: Bound | None = option(
-        None, "Upper clip range, up to 1 + this. Unset: cliprange."
+        None, "The upper bound of the clip is 1 + this. If unset, cliprange."
     )
     normalize_advantage: bool = option(
         False, "Scale advantages to mean 0 and unit variance over the whole batch."
     )
     ratio_level: Literal["sequence", "token"] | None = option(
         None,
-        "Clip the ratio of whole responses or of tokens. Unset: sequence, or token with "
-        "token_level_kl.",
+        "Clip the ratio of whole responses (sequence) or of tokens. If unset, sequence, or token "
+        "with token_level_kl.",
     )
     token_level_kl: bool = option(
-        False, "Penalize each token by its KL and that of later tokens, not of the whole response."
+        False, "Charge each token with its own and later KL, not with that of the whole response."
     )
     normalize_reward: bool = option(
         False, "Scale scores to mean 0 and unit variance over the whole batch, then clip them."
     )
     reward_clip_range: Annotated[list[float] | None, Accepts(float)] = option(
         None,
-        "Clip scores to low, high, or to -c, c for one number c; also without normalize_reward.",
+        "Clip scores to low .. high, or to -c .. c if it is one number c. It acts without "
+        "normalize_reward, too.",
     )
     credit: Literal["token", "turn"] = option(
-        "token", "What is compared in a group: whole responses, or turn by turn."
+        "token", "What is compared within a group: whole responses, or turn by turn."
     )
     mask_truncated_completions: bool = option(
-        False, "Exclude responses that were truncated at the length limit from the loss."
+        False, "Leave responses that were cut off at the length limit out of the loss."
     )
 
     def _check(self) -> None:
