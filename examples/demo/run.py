@@ -43,9 +43,9 @@ GOLD = f"{Path(__file__).with_name('task.py')}:gold"
 class Sizes:
     """How much a run trains."""
 
-    supervised: int = 22_400  # summaries for supervised training
-    compared: int = 3_500  # posts with two answers to compare
-    epochs: int = 4  # of the reward model
+    supervised: int = 16_000  # summaries for supervised training
+    compared: int = 3_000  # posts with two answers to compare
+    epochs: int = 2  # of the reward model
     episodes: int = 1_920  # responses of PPO
     judged: int = 500  # held-out posts
 
