@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import redraw
 from docs.generate import metrics_page
 
+from docs import redraw
 from kedge import PPOConfig
 from kedge.cli import main as cli
 from kedge.ext.trl import GRPOConfig, RLOOConfig, v0_17

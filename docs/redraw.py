@@ -1,8 +1,8 @@
 """Compare the figures of the pages with the records that they are drawn from.
 
-    python -m benchmarks.redraw            rewrite the tables that a record holds
-    python -m benchmarks.redraw --check    fail where a page and its record differ
-    python -m benchmarks.redraw --count    list the blocks of each page that name none
+    python -m docs.redraw            rewrite the tables that a record holds
+    python -m docs.redraw --check    fail where a page and its record differ
+    python -m docs.redraw --count    list the blocks of each page that name none
 
 A page names the record of a block (paragraph, list, table) in a comment in it or before it:
 
@@ -179,7 +179,7 @@ class Page:
 
 
 def main(words: list[str] | None = None) -> int:
-    flags = argparse.ArgumentParser(prog="benchmarks.redraw")
+    flags = argparse.ArgumentParser(prog="docs.redraw")
     flags.add_argument("--check", action="store_true", help="Change nothing; fail on a difference.")
     flags.add_argument("--count", action="store_true", help="List blocks that name no record.")
     args = flags.parse_args(words)
