@@ -55,7 +55,8 @@ def advice(config: str, name: str) -> str:
 
 def suggest(config: str, name: str) -> tuple[tuple[str, ...], str]:
     """All names of the option that ``name`` is one of, and where a config takes it."""
-    from kedge.ext.trl.options import TRANSFORMERS4, Alias
+    from kedge.config.dialect import Alias
+    from kedge.ext.trl.options import TRANSFORMERS4
 
     removed = TRANSFORMERS4.get(name)
     if isinstance(removed, Alias):
