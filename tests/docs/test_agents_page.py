@@ -13,7 +13,7 @@ from kedge.cli.main import main
 from kedge.environments import Response, ToolEnvironment
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text(encoding="utf-8")
-GAME, TOOL, LAKE, TIC_TAC_TOE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+GAME, TOOL, LAKE = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 ENVIRONMENTS = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 EXAMPLE, FUNCTION, *_ = re.findall(r"```python\n(.*?)```", ENVIRONMENTS, flags=re.DOTALL)
 
@@ -58,20 +58,10 @@ def test_gymnasium() -> None:
     assert lake.step(Response("down"))[4]["prob"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_textarena() -> None:
-    pytest.importorskip("textarena")
-    names: dict[str, Any] = {}
-    exec(TIC_TAC_TOE, names)
-    game = names["tic_tac_toe"]()
-    game.reset(seed=0, options={})
-    assert "[Player 1] [0]" in game.step(Response("[4]"))[0]
-
-
 def test_all_extras_exist() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = re.findall(r"install -e '\.\[(\w+)\]'", PAGE)
-    assert len(extras) == 4
+    assert len(extras) == 3
     assert all(f"\n{extra} = [" in project for extra in extras)
 
 
