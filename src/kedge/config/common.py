@@ -326,11 +326,6 @@ class LogArguments:
     log_token_rows: Natural = option(
         4, "Responses logged token by token with each log row, for kedge report; 0 for none."
     )
-    log_completions_hub_repo: str | None = option(
-        None,
-        "Dataset repository on the Hub to upload the tables of completions to; private unless "
-        "hub_private_repo=False.",
-    )
     num_generations_eval: Count | None = option(
         None,
         "Completions of each evaluation prompt, sampled as in training. Unset: one, nearly greedy.",
