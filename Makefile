@@ -140,7 +140,7 @@ test-vllm:
 $(OTHERS)/.kedge: pyproject.toml
 	$(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/python -m pip install --quiet "torch==2.13.0"
-	$(OTHERS)/bin/python -m pip install --quiet uv --editable ".[dev,textarena,openenv,verifiers]"
+	$(OTHERS)/bin/python -m pip install --quiet uv --editable ".[dev,openenv,verifiers]"
 	@touch $@
 
 test-adapters: $(OTHERS)/.kedge

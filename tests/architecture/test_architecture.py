@@ -61,7 +61,7 @@ THIRD_PARTY = {
     "verifiers": {"math_verify", "py3langid", "regex", "starlette", "uvicorn"},
 }
 LAZY = {"peft", "wandb", "trl", "vllm", "ray", "deepspeed", "matplotlib", "trackio", "bitsandbytes"}
-LAZY |= {"gymnasium", "textarena", "openenv", "verifiers", "aiohttp"}
+LAZY |= {"gymnasium", "openenv", "verifiers", "aiohttp"}
 
 
 # Folders of ``ext`` that may import another one.

@@ -24,7 +24,7 @@ def examples(page: str) -> list[str]:
 
 
 (TOOL,) = examples(AGENT)
-LAKE, TIC_TAC_TOE, GAME = examples(ADAPTERS)
+LAKE, GAME = examples(ADAPTERS)
 EXAMPLE, FUNCTION = examples(ENVIRONMENTS)
 (COMPACT,) = examples(CONTEXTS)
 
@@ -67,16 +67,6 @@ def test_gymnasium() -> None:
     lake = names["frozen_lake"]()
     assert "Walk from S to G" in lake.reset(seed=0, options={})[0]
     assert lake.step(Response("down"))[4]["prob"] == pytest.approx(1 / 3)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_textarena() -> None:
-    pytest.importorskip("textarena")
-    names: dict[str, Any] = {}
-    exec(TIC_TAC_TOE, names)
-    game = names["tic_tac_toe"]()
-    game.reset(seed=0, options={})
-    assert "[Player 1] [0]" in game.step(Response("[4]"))[0]
 
 
 def test_all_extras_exist() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import re
 import shutil
 import socket
 import sys
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 from kedge.cli.main import main
 from kedge.environments import NewContext, Response, ToolCall, ToolEnvironment
 from kedge.environments.pool import Calls
-from kedge.ext.adapters.adapters import Gymnasium, NeMoGym, OpenEnv, TextArena, Verifiers
+from kedge.ext.adapters.adapters import Gymnasium, NeMoGym, OpenEnv, Verifiers
 from kedge.ext.before_rl.experts import expert_episodes
 from kedge.ext.games.games import Calculator, GuessNumber, TextWorld, calculate
 from kedge.records.errors import ConfigError, DataError, RolloutError
@@ -39,9 +38,9 @@ def needs(package: str) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[textarena\]'"):
-        TextArena("Chess-v0")
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kedge-rl\[gymnasium\]'"):
+        Gymnasium("FrozenLake-v1")
 
 
 def lake(**options: Any) -> Gymnasium:
@@ -95,69 +94,6 @@ def test_gymnasium_spaces() -> None:
     with pytest.raises(ConfigError, match="parse_action must say"):
         Gymnasium("Pendulum-v1")
     assert Gymnasium("Pendulum-v1", parse_action=lambda text: [float(text)])
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_textarena_alone() -> None:
-    needs("textarena")
-    game = TextArena("GuessTheNumber-v0")
-    first, _ = game.reset(seed=3, options={})
-    assert first.startswith("You are Player 0.")
-    answers = []
-    for guess in range(1, 21):
-        observation, reward, terminated, _, _ = game.step(Response(f"[{guess}]"))
-        answers.append(observation)
-        if terminated:
-            break
-    assert answers[0] == "The target number is higher."
-    assert reward in {0.0, 1.0} or 0 < reward < 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_textarena_with_an_opponent() -> None:
-    needs("textarena")
-
-    def free(text: str) -> list[str]:
-        return re.findall(r"\[\d\]", text.rpartition("Available Moves")[2])
-
-    def play(seed: int, player: int | None) -> tuple[str, list[Any]]:
-        game = TextArena("TicTacToe-v0", opponents=[lambda text: free(text)[-1]], player=player)
-        observation, _ = game.reset(seed=seed, options={})
-        first, steps = observation, []
-        for _ in range(9):
-            step = game.step(Response(free(observation)[0]))
-            observation, *rest, _ = step
-            steps.append((observation, *rest))
-            if rest[1]:
-                break
-        return first, steps
-
-    first, steps = play(0, 0)
-    assert "You are Player 0" in first
-    assert steps[-1][1:] == (1.0, True, False)  # 0, 1, 2 against 8, 7
-    assert "[Player 1] [8]" in steps[0][0]
-    assert "[Player 0]" not in steps[0][0]
-    assert (first, steps) == play(0, 0)
-    assert "You are Player 1" in play(1, None)[0]
-    with pytest.raises(ConfigError, match="player must be from 0 to 0"):
-        TextArena("TicTacToe-v0", player=1)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_textarena_games_side_by_side() -> None:
-    """Games draw from Python's global generator; each has its state all the same."""
-    needs("textarena")
-
-    def play(seed: int) -> Any:
-        game = TextArena("Bandit-v0")
-        return [game.reset(seed=seed, options={})[0]] + [
-            game.step(Response("[red]"))[0] for _ in range(5)
-        ]
-
-    alone = [play(seed) for seed in range(8)]
-    together = call_all(Calls(), [lambda seed=seed: play(seed) for seed in range(8)])
-    assert together == alone
-    assert len({tuple(game) for game in alone}) > 1
 
 
 @pytest.fixture(scope="module")

@@ -316,12 +316,6 @@ def _check_schedule(c: Any) -> None:
             'rollout_schedule="as_completed" trains on what is done while the rest is sampled,'
             " but max_lag=0 does not sample during training; set max_lag=1 or more"
         )
-    evaluates = str(getattr(c.eval_strategy, "value", c.eval_strategy)) != "no"
-    if c.log_completions_hub_repo and not (c.num_sample_generations or evaluates):
-        raise ConfigError(
-            f"log_completions_hub_repo={c.log_completions_hub_repo!r} needs tables of completions;"
-            " set num_sample_generations above 0, or leave it out"
-        )
     if c.replay_rollouts is None:
         return
     replay = f"replay_rollouts={format_value(c.replay_rollouts)}"

@@ -380,11 +380,6 @@ class LogArguments:
         4,
         "How many responses are logged token by token with each row, for kedge report. 0 is none.",
     )
-    log_completions_hub_repo: str | None = option(
-        None,
-        "The dataset repository on the Hub to which tables of completions are uploaded. It is "
-        "private unless hub_private_repo=False.",
-    )
     num_generations_eval: Count | None = option(
         None,
         "How many completions an evaluation samples of each prompt. If unset, one, nearly greedy.",

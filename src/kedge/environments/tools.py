@@ -170,7 +170,7 @@ class ToolEnvironment:
                 "role": "tool",
                 "name": valid_text(call.name or "unknown"),
                 "content": valid_text(result),
-                "tool_call_id": f"{self._iterations:04d}{i:05d}",
+                "tool_call_id": valid_text(call.id) or f"{self._iterations:04d}{i:05d}",
             }
             for i, (call, (result, _)) in enumerate(zip(calls, results, strict=True))
         ]

@@ -96,6 +96,7 @@ class ToolCall:
     error: str = ""  # what is wrong with the call, as text for the policy
     # The arguments as written, in formats that print 1 and "1" alike.
     texts: Mapping[str, str] = field(default_factory=dict)
+    id: str = ""  # as an expert wrote it; results name it
 
 
 @dataclass(frozen=True, slots=True)

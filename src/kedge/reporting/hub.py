@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -20,16 +20,15 @@ RUN_FILES = (
 
 
 class Hub:
-    """A model or dataset repository on the hub.  Only rank 0 creates one.
+    """A model repository on the hub.  Only rank 0 creates one.
 
     Args:
         repo_id: "name" or "organization/name".
         token: token with write access; None: from ``hf auth login`` or ``HF_TOKEN``.
         private: visibility of a new repository; None: the account's default.
         revision: branch to push to, created if missing; None: "main".
-        kind: type of the repository.
         api: a ``huggingface_hub.HfApi``, or an object with its ``create_repo``,
-            ``create_branch``, ``upload_folder`` and ``upload_file``.
+            ``create_branch`` and ``upload_folder``.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Hub:
         token: str | None = None,
         private: bool | None = None,
         revision: str | None = None,
-        kind: Literal["model", "dataset"] = "model",
         api: Any = None,
     ) -> None:
         if api is None:
@@ -48,7 +46,6 @@ class Hub:
             api = HfApi()
         self.repo_id, self.private, self.revision = repo_id, private, revision
         self._token, self._api, self._ready = token, api, False
-        self._kind = {} if kind == "model" else {"repo_type": kind}
 
     @property
     def url(self) -> str:
@@ -56,8 +53,7 @@ class Hub:
         from huggingface_hub.constants import ENDPOINT
 
         branch = "" if self.revision in (None, "main") else f"/tree/{self.revision}"
-        place = "datasets/" if self._kind else ""
-        return f"{ENDPOINT}/{place}{self.repo_id}{branch}"
+        return f"{ENDPOINT}/{self.repo_id}{branch}"
 
     def create(self) -> str:
         """Create the repository and branch if needed; returns the repository's full name.
@@ -96,29 +92,16 @@ class Hub:
         Raises:
             HubError: with the hub's answer and what to do.
         """
-        return self._upload(
-            "upload_folder",
-            message,
-            blocking=blocking,
-            folder_path=str(folder),
-            path_in_repo=path_in_repo,
-            ignore_patterns=list(ignore),
-            delete_patterns="*" if replace else None,
-        )
-
-    def write(self, path: str, text: str, *, message: str, blocking: bool = True) -> Any:
-        """Upload ``text`` as the file ``path``; otherwise like ``push``."""
-        file = {"path_or_fileobj": text.encode(), "path_in_repo": path}
-        return self._upload("upload_file", message, blocking=blocking, **file)
-
-    def _upload(self, name: str, message: str, *, blocking: bool, **arguments: Any) -> Any:
         return self._call(
-            name,
+            "upload_folder",
             repo_id=self.create(),
             revision=self.revision,
             commit_message=message,
             run_as_future=not blocking,
-            **arguments,
+            folder_path=str(folder),
+            path_in_repo=path_in_repo,
+            ignore_patterns=list(ignore),
+            delete_patterns="*" if replace else None,
         )
 
     def push_checkpoint(self, folder: str | Path, strategy: str) -> None:
@@ -143,7 +126,7 @@ class Hub:
 
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:
-            return getattr(self._api, name)(token=self._token, **self._kind, **kwargs)
+            return getattr(self._api, name)(token=self._token, **kwargs)
         except Exception as e:  # the HTTP package below the hub client depends on its version
             raise HubError(explain(e, self.repo_id)) from e
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from statistics import median
@@ -33,16 +31,14 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from kedge import plugins
 from kedge.config.base import OnPolicyConfig
 from kedge.data import DatasetPrompts
-from kedge.records.errors import HubError
 from kedge.records.protocols import Tracker
 from kedge.reporting.base import (
     BestEffortWriter,
     CompositeTracker,
     JsonlTracker,
-    json_line,
     required_write,
 )
-from kedge.reporting.hub import Hub, PushOnSave, explain
+from kedge.reporting.hub import PushOnSave
 from kedge.reporting.run_info import add_links, markdown
 
 Rows = Sequence[Mapping[str, object]]
@@ -67,17 +63,6 @@ EVALUATED = {
 _EVALUATION = re.compile(rf"eval_(?:(.+)_)?({'|'.join(EVALUATED)}|pass@\d+)")
 _UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
 BAR = ("objective/scores", "objective/kl", "eps")
-_CARD = """\
----
-tags:
-- kedge
-- completions
-configs:
-{configs}---
-# Completions of a Kedge run
-{model}
-Prompts, completions and scores during training; `step-000012.jsonl` is after iteration 12.
-"""
 
 
 class _Screen:
@@ -276,61 +261,6 @@ class TableLogger:
         """Do nothing: the reporting callbacks own the connections."""
 
 
-class HubTables:
-    """Sends every table to a dataset repository, in the background and in order.
-
-    The repository is created first, so that a wrong token fails before training; later failures
-    are only logged, once.  The card names the repository of the model.
-    """
-
-    def __init__(self, hub: Hub, *, model: str | None = None) -> None:
-        self.hub, self._model = hub, model
-        self._names: list[str] = []  # table types listed on the card
-        self._uploads: list[Future[Any]] = []
-        self._warned = False
-        hub.create()
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Do nothing: other trackers log metrics."""
-
-    def table(self, name: str, rows: Rows, *, step: int) -> None:
-        """Send one table, as ``NAME/step-000012.jsonl``."""
-        if not rows:
-            return
-        if name not in self._names:
-            self._names.append(name)
-            self._send("README.md", self._card(), "The card")
-        text = "".join(json_line({"step": step, **row}) for row in rows)
-        self._send(f"{name}/step-{step:06d}.jsonl", text, f"{name} after iteration {step}")
-
-    def close(self) -> None:
-        """Wait for all uploads."""
-        wait(self._uploads)
-
-    def _send(self, path: str, text: str, message: str) -> None:
-        try:
-            upload = self.hub.write(path, text, message=message, blocking=False)
-        except HubError as error:
-            self._warn(error)
-            return
-        self._uploads = [x for x in self._uploads if not x.done()] + [upload]
-        upload.add_done_callback(lambda done: self._warn(done.exception()))
-
-    def _warn(self, error: BaseException | None) -> None:
-        if error is not None and not self._warned:
-            self._warned = True
-            reason = error if isinstance(error, HubError) else explain(error, self.hub.repo_id)
-            logger.warning("some completions were not uploaded to %s: %s", self.hub.url, reason)
-
-    def _card(self) -> str:
-        configs = "".join(
-            f"- config_name: {json.dumps(name)}\n  data_files: {json.dumps(name + '/*.jsonl')}\n"
-            for name in self._names
-        )
-        model = f"\nThe model: [{self._model}](https://hf.co/{self._model}).\n"
-        return _CARD.format(configs=configs, model=model if self._model else "")
-
-
 # -- the trackers of a run -------------------------------------------------------------------------
 
 
@@ -348,7 +278,7 @@ def build_trackers(
     screen: ConsoleTracker,
     best_effort: BestEffortWriter,
 ) -> CompositeTracker:
-    """Build the trackers: files, screen, services and the hub repository for completions.
+    """Build the trackers: files, screen and services.
 
     ``history`` has the rows that were logged before a resume.
     """
@@ -361,14 +291,6 @@ def build_trackers(
     for name in [names] if isinstance(names, str) else names:
         if (build := plugins.load("kedge.trackers", name)) is not None:
             trackers.append(build(args))
-    if args.log_completions_hub_repo:
-        hub = Hub(
-            args.log_completions_hub_repo,
-            token=args.hub_token,
-            private=args.hub_private_repo is not False,
-            kind="dataset",
-        )
-        trackers.append(HubTables(hub, model=args.hub_model_id))
     return CompositeTracker(trackers, best_effort)
 
 
@@ -385,15 +307,12 @@ def build_services(callbacks: Sequence[TrainerCallback]) -> list[str]:
     return [name for name, kind in INTEGRATION_TO_CALLBACK.items() if kind in kinds]
 
 
-def link(callbacks: Sequence[TrainerCallback], trackers: Sequence[Tracker], args: Any) -> None:
+def link(callbacks: Sequence[TrainerCallback], args: Any) -> None:
     """Write the URLs of the run to ``run.json``."""
     links = run_links(build_services(callbacks))
     for callback in callbacks:
         if isinstance(callback, PushOnSave):
             links["hub"] = callback.hub.url
-    for tracker in trackers:
-        if isinstance(tracker, HubTables):
-            links["completions"] = tracker.hub.url
     if links and args.output_dir:
         with BestEffortWriter().writing("links of the run", args.output_dir):
             add_links(args.output_dir, links)

@@ -132,7 +132,7 @@ class Run(RunParts):
         epochs = sizes.iterations / sizes.epoch_length
         self.callbacks.begin(max_steps=sizes.iterations, epochs=epochs, batch_size=sizes.local_rows)
         if screen is not None:
-            link(handler.callbacks, trackers.trackers, args)
+            link(handler.callbacks, args)
         recorder = None
         if args.save_rollouts is not None:
             from kedge.checkpoint.replay import RolloutRecorder

@@ -1,1 +1,1 @@
-"""Environments of other libraries: Gymnasium, TextArena, OpenEnv, NeMo Gym, verifiers."""
+"""Environments of other libraries: Gymnasium, OpenEnv, NeMo Gym, verifiers."""

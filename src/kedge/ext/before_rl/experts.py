@@ -155,7 +155,7 @@ def _read_call(call: Any, method: str) -> ToolCall:
             f"a call in the tool_calls of {method} must have a name and arguments, got"
             f" {describe(call)}"
         )
-    return ToolCall(name=name, arguments=arguments)
+    return ToolCall(name=name, arguments=arguments, id=str(call.get("id", "")))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ GROUPS: Names = {
         "weights are sent to a server as files (weight_sync_folder)", vllm_group_port=51216
     ),
     **no_effect("prompts are text only", log_multimodal=True),
+    **unsupported(
+        "tables of completions are files in the output folder",
+        "upload its folder completions with `hf upload`",
+        log_completions_hub_repo=None,
+    ),
 }
 
 
