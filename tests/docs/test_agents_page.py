@@ -72,7 +72,7 @@ def test_gymnasium() -> None:
 def test_all_extras_exist() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     extras = set(re.findall(r"install -e '\.\[(\w+)\]'", ADAPTERS))
-    assert len(extras) == 4
+    assert len(extras) == 3
     assert all(f"\n{extra} = [" in project for extra in extras)
 
 

@@ -33,7 +33,7 @@ from kedge.config.declare import (
 )
 from kedge.config.dialect import Alias, Dialect
 from kedge.config.rollout_engines import engine_args, find_engine
-from kedge.ext.trl.names import REMOVED, Names, no_effect, unsupported
+from kedge.ext.trl.transformers4 import REMOVED, Names, no_effect, unsupported
 from kedge.records.errors import ConfigError
 
 logger = logging.getLogger(__name__)
