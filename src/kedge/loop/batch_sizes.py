@@ -84,6 +84,30 @@ class BatchSizes:
         """Responses generated in the run."""
         return self.iterations * self.batch_size
 
+    def partial_batches(self, *, shared: bool) -> list[int]:
+        """Numbers of partial batches that divide the prompts of a rank, or of all if ``shared``."""
+        prompts = self.prompts if shared else self.local_prompts
+        return [n for n in range(1, prompts + 1) if prompts % n == 0]
+
+    def check_partial_batches(self, number: int | None, *, shared: bool) -> None:
+        """Check that a given ``number`` of them divides the prompts."""
+        valid = self.partial_batches(shared=shared)
+        if number is not None and number not in valid:
+            raise ConfigError(
+                f"num_partial_batches={number} must divide the {valid[-1]} prompts of"
+                f" {'an iteration' if shared else 'a rank'}; valid values:"
+                f" {', '.join(map(str, valid))}"
+            )
+
+    def check_whole_groups(self, option: str, default: str) -> None:
+        """Check that ranks have whole groups, which ``option`` needs and ``default`` does not."""
+        if self.local_rows % self.group:
+            raise ConfigError(
+                f"{option} needs whole groups on each rank, but {self.local_rows} responses per"
+                f" rank are not a multiple of {self.group}; change per_device_train_batch_size,"
+                f" or set {default}"
+            )
+
     def derived(self) -> dict[str, int]:
         """The sizes by their names in PPOConfig."""
         return {
