@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 
 from kedge.algorithms import Algorithm
 from kedge.algorithms.transforms import without_reference
+from kedge.checkpoint.replay import RolloutReplay
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import read_mapping
 from kedge.config.ppo import PPOConfig
@@ -37,7 +38,7 @@ from kedge.loop.corrections import build_correction
 from kedge.loop.loop import Engine
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
-from kedge.models.compatibility import check_length, vocabulary
+from kedge.models.compatibility import vocabulary
 from kedge.models.load import eos_token_ids, find_tokenizer, pick_tokenizer
 from kedge.output import check_targets
 from kedge.records.errors import ConfigError
@@ -45,17 +46,16 @@ from kedge.records.protocols import EngineInfo, RewardInfo, RewardSource, Rollou
 from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
+from kedge.rollout.engines import EngineInputs, RankGroups, RankSharedEngine
+from kedge.rollout.scheduler.worker import list_engines
 from kedge.trainers import options
 from kedge.trainers.advice import SETTINGS, Settings, apply
 from kedge.trainers.environments import resolve_environment
 from kedge.trainers.hf_callbacks import build_callbacks
 from kedge.trainers.launch import launch_context
-from kedge.trainers.prompts import build_eval_sets, build_prompts
+from kedge.trainers.prompts import build_eval_sets, build_prompts, check_prompts
 from kedge.trainers.run import Run, recording_fingerprint
 from kedge.trainers.spec import TrainerInputs
-
-if TYPE_CHECKING:
-    from kedge.checkpoint.replay import RolloutReplay
 
 logger = logging.getLogger(__name__)
 PARTIAL_BATCHES_PER_WORKER = 4  # gives a fast engine more work
@@ -74,8 +74,12 @@ def assemble(inputs: TrainerInputs) -> Run:
     model, loading = inputs.model, options.loading_options(args)
     tokenizer = find_tokenizer(inputs.processing_class, model, loading)
     assert model is not None  # find_tokenizer requires it
-    revision, trust = loading.get("revision"), loading["trust_remote_code"]
-    ends = eos_token_ids(model, tokenizer, revision=revision, trust_remote_code=trust)
+    ends = eos_token_ids(
+        model,
+        tokenizer,
+        revision=loading.get("revision"),
+        trust_remote_code=loading["trust_remote_code"],
+    )
     sampling = options.sampling_options(args, ends)
 
     # The algorithm; a reference that no KL term reads is left out, unless it was passed.
@@ -123,7 +127,8 @@ def assemble(inputs: TrainerInputs) -> Run:
 
     # ---- Load weights and start actors ----
     loaded = load_models(models)
-    check_prompts(setup, loaded)
+    if inputs.data_collator is None:  # it makes prompts later
+        check_prompts(setup.prompts, args, loaded.named)
     for text in apply(SETTINGS, Settings(args, loaded.policy, sizes, plays=plays)):
         if accelerator.is_main_process:
             logger.warning(text)
@@ -191,8 +196,6 @@ def open_replay(
     """The recording that ``replay_rollouts`` names."""
     if args.replay_rollouts is None:
         return None
-    from kedge.checkpoint.replay import RolloutReplay
-
     return RolloutReplay(
         args.replay_rollouts,
         settings=recording_fingerprint(sampling),
@@ -264,24 +267,7 @@ def check_rollouts(setup: Setup) -> Correction | None:
     )
 
 
-# -- models, rewards and the learner ---------------------------------------------------------------
-
-
-def check_prompts(setup: Setup, models: Models) -> None:
-    """Check that prompts and responses fit the models' contexts, and prompts their vocabulary."""
-    args, known = setup.args, vocabulary(models.policy)
-    # An episode may be longer, if its environment begins new contexts; else it is truncated.
-    turn = args.max_turn_tokens
-    for source in setup.prompts if setup.inputs.data_collator is None else ():  # it makes prompts
-        if isinstance(source, DatasetPrompts):
-            check_length(
-                models.named | vllm_limit(args),
-                prompt=source.report.longest,
-                response=min(args.response_length, turn or args.response_length),
-                option=args.length_option if turn is None else "max_turn_tokens",
-            )
-            if known is not None:
-                source.check_tokens(known)
+# -- rewards and the learner -----------------------------------------------------------------------
 
 
 def build_reward(
@@ -310,12 +296,11 @@ def build_reward(
 def build_learner(setup: Setup, models: Models) -> HFLearner:
     """Build the optimizer, start reference workers, and shard the models if asked."""
     args, given = setup.args, setup.inputs.rollout_engine is not None
-    warmup = options.value_arguments(args).value_warmup_steps
     settings = options.learner_settings(
         args,
         setup.sizes,
         setup.sampling,
-        value_warmup_steps=warmup if setup.algorithm.needs_values else 0,
+        needs_values=setup.algorithm.needs_values,
         # Other engines have copies of the weights, so what they sampled is verified anyway.
         own_samples=args.max_lag == 0 and not setup.engine.copies_weights and not given,
     )
@@ -349,8 +334,6 @@ def build_rollout_engine(setup: Setup, models: Models, learner: HFLearner) -> Ro
     args, spec, sampling = setup.args, setup.engine, setup.sampling
     if setup.ready is not None:
         return setup.ready
-    from kedge.rollout.engines import EngineInputs, RankGroups, RankSharedEngine
-
     extra = setup.algorithm.extra_column
     inputs = EngineInputs(
         policy=models.policy_copy or learner.policy,
@@ -413,14 +396,13 @@ def build_loop(
 ) -> Engine:
     """Build the training loop."""
     args, algorithm, source = setup.args, setup.algorithm, setup.prompts[0]
+    value = options.value_arguments(args)
     running = isinstance(args, PPOConfig) and args.scale_rewards == "running"
     if setup.replay is not None:
         source = reward = setup.replay
         algorithm = replace(algorithm, resample=0)  # the recorded batches were already resampled
     parts = 0  # whole batches in order
     if args.rollout_schedule == "as_completed":
-        from kedge.rollout.scheduler.worker import list_engines
-
         most = PARTIAL_BATCHES_PER_WORKER * len(list_engines(rollout_engine))
         valid = setup.sizes.partial_batches(shared=setup.ranks_share)
         parts = args.num_partial_batches or max(n for n in valid if n <= most)
@@ -443,7 +425,7 @@ def build_loop(
         in_flight_weight_updates=args.in_flight_weight_updates,
         correction=correction,
         value_warmup_steps=learner.settings.value_warmup_steps,
-        value_passes=options.value_arguments(args).num_value_epochs,
+        value_passes=value.num_value_epochs,
         entropy_bonus=EntropyBonus(
             coef=args.entropy_coef,
             adaptive=args.use_adaptive_entropy,

@@ -243,21 +243,19 @@ def learner_settings(
     sizes: BatchSizes,
     sampling: Sampling,
     *,
-    value_warmup_steps: int,
+    needs_values: bool,
     own_samples: bool,
 ) -> LearnerSettings:
     """How the learner computes; ``own_samples``: the rollout engine shares its weights."""
-    kwargs, value_rate = (
-        args.gradient_checkpointing_kwargs,
-        value_arguments(args).value_learning_rate,
-    )
+    kwargs, value = args.gradient_checkpointing_kwargs, value_arguments(args)
+    rate = value.value_learning_rate
     settings = LearnerSettings(
         total_iterations=sizes.iterations,
-        value_warmup_steps=value_warmup_steps,
+        value_warmup_steps=value.value_warmup_steps if needs_values else 0,
         temperature=sampling.temperature,
         min_new_tokens=sampling.min_new_tokens,
         stop_ids=sampling.stop_ids,
-        value_learning_rate=args.learning_rate if value_rate is None else value_rate,
+        value_learning_rate=args.learning_rate if rate is None else rate,
         max_grad_norm=args.max_grad_norm or math.inf,
         forward_rows=args.local_rollout_forward_batch_size,
         gradient_checkpointing=bool(args.gradient_checkpointing),

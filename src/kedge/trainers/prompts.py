@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from torch import nn
 
 from kedge.config.base import OnPolicyConfig
+from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
+from kedge.models.compatibility import check_length, vocabulary
 from kedge.records.errors import ConfigError, DataError
 from kedge.records.protocols import PromptSource
 from kedge.trainers.options import prompt_options, size_options
@@ -93,3 +96,22 @@ def build_eval_sets(
             EvalSet(prefix=prefix, source=source, batches=batches, rows=len(source) * completions)
         )
     return sets
+
+
+def check_prompts(
+    prompts: Iterable[PromptSource], args: OnPolicyConfig, models: Mapping[str, nn.Module]
+) -> None:
+    """Check that prompts and responses fit the contexts, and prompts the policy's vocabulary."""
+    known = vocabulary(models["the policy"])
+    # An episode may be longer, if its environment begins new contexts; else it is truncated.
+    turn = args.max_turn_tokens
+    for source in prompts:
+        if isinstance(source, DatasetPrompts):
+            check_length(
+                {**models, **vllm_limit(args)},
+                prompt=source.report.longest,
+                response=min(args.response_length, turn or args.response_length),
+                option=args.length_option if turn is None else "max_turn_tokens",
+            )
+            if known is not None:
+                source.check_tokens(known)
