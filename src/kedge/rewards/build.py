@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,19 @@ class RewardOptions:
     missing_eos_penalty: float | None = None  # see `Mixture`, also for the next two
     non_eos_penalty: bool = False
     penalty_reward_value: float = -1.0
-    # Of every reward model: those of `RewardModel`, ``device`` (None leaves models where they are)
-    # and ``trust_remote_code`` (of a model's repository).
+    # Of every reward model: those of `RewardModel`, and ``trust_remote_code`` (of its repository).
     models: Mapping[str, Any] = field(default_factory=dict)
     functions: Mapping[str, Any] = field(default_factory=dict)  # of every one; see `RewardFunction`
 
-    def adding(self, *, device: torch.device, trainer_state: Callable[[], object]) -> RewardOptions:
-        """The options where sources score: the device of models, what functions can ask for."""
-        return replace(
-            self,
-            models={**self.models, "device": device},
-            functions={**self.functions, "trainer_state": trainer_state},
-        )
 
-
-def reward_source(reward_model: Any, reward_funcs: Any, options: RewardOptions) -> Mixture:
+def reward_source(
+    reward_model: Any,
+    reward_funcs: Any,
+    options: RewardOptions,
+    *,
+    device: torch.device | None = None,
+    trainer_state: Callable[[], object] | None = None,
+) -> Mixture:
     """Build one source from reward models and reward functions.
 
     Args:
@@ -66,6 +64,8 @@ def reward_source(reward_model: Any, reward_funcs: Any, options: RewardOptions) 
         reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
             objects with a ``score(rollout)`` method, models, names or paths; one or a list.
         options: how they score.
+        device: of the models; None leaves them where they are.
+        trainer_state: returns what functions that ask for it get as ``trainer_state``.
 
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
@@ -79,9 +79,9 @@ def reward_source(reward_model: Any, reward_funcs: Any, options: RewardOptions) 
     for item, given, tokenizer, weight in zip(items, loaded, own_tokenizers, factors, strict=True):
         source = given
         if isinstance(given, nn.Module):
-            source = _build_model(item, given, tokenizer, texts, **models)
+            source = _build_model(item, given, tokenizer, texts, device=device, **models)
         elif not hasattr(given, "score"):
-            source = RewardFunction(given, texts, **options.functions)
+            source = RewardFunction(given, texts, trainer_state=trainer_state, **options.functions)
         name = read_info(source, RewardInfo).name or type(source).__name__
         sources.append((name, source, weight))
     return Mixture(

@@ -54,7 +54,7 @@ from kedge.trainers.environments import resolve_environment
 from kedge.trainers.hf_callbacks import build_callbacks
 from kedge.trainers.launch import launch_context
 from kedge.trainers.prompts import build_eval_sets, build_prompts, check_prompts
-from kedge.trainers.run import Run, recording_fingerprint
+from kedge.trainers.run import Run, open_replay
 from kedge.trainers.spec import TrainerInputs
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def assemble(inputs: TrainerInputs) -> Run:
         prompts=[prompts, *(eval_set.source for eval_set in eval_sets)],
         sizes=sizes,
         models=models,
-        replay=open_replay(args, sampling, sizes, accelerator),
+        replay=open_replay(args.replay_rollouts, sampling, sizes, rank=accelerator.process_index),
         plays=plays,
     )
     if environments is not None:
@@ -188,21 +188,6 @@ class Setup:
 
 
 # -- checks ----------------------------------------------------------------------------------------
-
-
-def open_replay(
-    args: OnPolicyConfig, sampling: Sampling, sizes: BatchSizes, accelerator: Accelerator
-) -> RolloutReplay | None:
-    """The recording that ``replay_rollouts`` names."""
-    if args.replay_rollouts is None:
-        return None
-    return RolloutReplay(
-        args.replay_rollouts,
-        settings=recording_fingerprint(sampling),
-        rank=accelerator.process_index,
-        world_size=sizes.world_size,
-        rows=sizes.local_rows,
-    )
 
 
 def check_environments(setup: Setup, environments: Environments) -> None:
@@ -283,9 +268,13 @@ def build_reward(
         make = partial(reward_source, inputs.reward_model, inputs.reward_funcs)
         source = load_workers(args).build_rewards(args, make, how, trainer_state=trainer_state)
     else:
-        how = how.adding(device=setup.accelerator.device, trainer_state=trainer_state)
-        sources = [*as_list(inputs.reward_model), *as_list(models.reward_adapter)]
-        source = reward_source(sources, inputs.reward_funcs, how)
+        source = reward_source(
+            [*as_list(inputs.reward_model), *as_list(models.reward_adapter)],
+            inputs.reward_funcs,
+            how,
+            device=setup.accelerator.device,
+            trainer_state=trainer_state,
+        )
     if args.remove_unused_columns and not read_info(setup.ready, EngineInfo).more_columns:
         for prompts in setup.prompts:
             if isinstance(prompts, DatasetPrompts):

@@ -88,13 +88,11 @@ class ActorPool:
 class RewardActor:
     """A reward source inside an actor, which ``make`` makes with these options."""
 
-    def __init__(
-        self, make: Callable[[RewardOptions], RewardSource], options: RewardOptions
-    ) -> None:
+    def __init__(self, make: Callable[..., RewardSource], options: RewardOptions) -> None:
         self._state, self._notes = None, logging.handlers.BufferingHandler(capacity=100)
         logging.getLogger("kedge").addHandler(self._notes)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._source = make(options.adding(device=device, trainer_state=lambda: self._state))
+        self._source = make(options, device=device, trainer_state=lambda: self._state)
 
     def info(self) -> RewardInfo:
         """What can be sent of the source's ``info``."""
