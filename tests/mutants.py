@@ -203,7 +203,7 @@ BUGS = {
             "zeros.masked_scatter(ends, means), ends, gamma=0.0, lam=0.0)",
         )
     },
-    ("trainers/assembly/models.py", "tests/e2e/test_models_together.py -k reference_of_a"): {
+    ("learner/models.py", "tests/e2e/test_models_together.py -k reference_of_a"): {
         "the reference of a trained adapter is its base": (
             "return AdapterReference(policy, trained), True",
             "return AdapterReference(policy), False",

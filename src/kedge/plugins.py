@@ -8,6 +8,8 @@ A package attaches by a table in its ``pyproject.toml``, as Kedge's own extensio
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -76,3 +78,19 @@ def _of_sources() -> tuple[EntryPoint, ...]:
         for group, entries in groups.items()
         for name, value in entries.items()
     )
+
+
+def load_module(where: str, prefix: str) -> Any:
+    """Import a module by its dotted name, or a Python file as ``prefix_stem``, with its folder."""
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(f"file not found: {path}")
+    sys.path += {str(path.parent)} - {*sys.path}  # it may import its neighbors, as a script may
+    name = f"{prefix}_{path.stem}"
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that pickle finds its definitions
+    spec.loader.exec_module(module)
+    return module

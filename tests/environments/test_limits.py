@@ -380,9 +380,7 @@ def test_a_final_reward_must_be_declared() -> None:
     class Undeclared(Echo):
         final_reward = BadGrader.final_reward
 
-    with pytest.raises(
-        ConfigError, match=r"Undeclared.info = .*EnvironmentInfo\(final_reward=True"
-    ):
+    with pytest.raises(ConfigError, match=r"Undeclared.info = .*EnvironmentInfo\(final_reward="):
         rollouts(Undeclared).generate(prompts(), sampling=sampling(), seed=0)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from kedge import (
     AsyncPPOConfig,
     GRPOConfig,
-    GRPOTrainer,
     PPOConfig,
     PPOTrainer,
     RLOOConfig,
@@ -32,15 +31,13 @@ from kedge.config.ppo import RECIPES
 from kedge.config.rollout_engines import EMBEDDED, RolloutArguments
 from kedge.ext.ray.specs import ENGINES
 from kedge.ext.vllm.specs import IN_PROCESS, REMOTE, SERVERS
+from kedge.learner.models import ModelOptions, check_models
 from kedge.models import load
 from kedge.records.errors import ConfigError, KedgeError, PreflightError, RewardError, RolloutError
 from kedge.records.types import Loss, MicroBatch, PolicyOutput, RewardOutput
 from kedge.testing import ScriptedRollouts, tiny_policy
 from kedge.trainers import load_trainer
 from kedge.trainers.advice import LARGE, SETTINGS, Settings, apply
-from kedge.trainers.assembly import setup
-from kedge.trainers.assembly.models import check_reference_workers
-from kedge.trainers.spec import TrainerInputs
 from tests.e2e.small import VOCAB, length_reward, rows, small
 from tests.e2e.test_groups import grpo, rloo
 from tests.unit.text_toys import word_tokenizer
@@ -124,7 +121,7 @@ def test_what_is_refused_is_refused_before_any_weights_are_loaded(
         raise AssertionError("weights are loaded")
 
     for name in ("load_policy", "load_value", "build_value_head", "frozen_copy"):
-        monkeypatch.setattr(f"kedge.trainers.assembly.models.{name}", load)
+        monkeypatch.setattr(f"kedge.learner.models.{name}", load)
     monkeypatch.setattr("kedge.rewards.build.load_model", load)
     with pytest.raises(KedgeError) as refused:
         build(**arguments)
@@ -164,7 +161,7 @@ def test_every_parameter_of_an_algorithm_is_set_by_its_trainer(
     module, real = sys.modules[spec.algorithm.__module__], getattr(algorithms, kind)
     seen: set[str] = set()
     monkeypatch.setattr(module, kind, lambda **options: seen.update(options) or real(**options))
-    spec.build_algorithm(spec.config(output_dir="unused", use_cpu=True))
+    spec.algorithm(spec.config(output_dir="unused", use_cpu=True), None)
     assert seen == {*inspect.signature(real).parameters}
 
 
@@ -248,7 +245,7 @@ def test_everything_of_from_pretrained_is_handed_on(
     make: Any, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, Any] = {}
-    real, tokenizer = load.load_whole, setup.load_tokenizer
+    real, tokenizer = load.load_whole, load.load_tokenizer
 
     def spy(kind: Any, what: str, source: str, **options: Any) -> Any:
         seen.update(options)
@@ -259,7 +256,7 @@ def test_everything_of_from_pretrained_is_handed_on(
         return tokenizer(name, trust_remote_code=trust_remote_code)
 
     monkeypatch.setattr(load, "load_whole", spy)
-    monkeypatch.setattr(setup, "load_tokenizer", tokens)
+    monkeypatch.setattr(load, "load_tokenizer", tokens)
     wanted = {"revision": "v2", "torch_dtype": "float32", "low_cpu_mem_usage": True}
     make(model=folder, processing_class=None, model_init_kwargs=wanted)
     assert seen == {
@@ -313,20 +310,14 @@ def test_a_quantized_base_is_loaded_for_an_adapter(make: Any, folder: str) -> No
 
 
 def test_workers_on_ray_take_a_reference_by_name_without_options_for_loading() -> None:
-    algorithm: Any = SimpleNamespace(needs_reference=True, needs_full_kl=False)
-
-    def check(**options: Any) -> None:
-        args = GRPOConfig(output_dir="unused", beta=0.1, use_cpu=True, **options)
-        inputs = TrainerInputs(spec=GRPOTrainer.SPEC, args=args, model="policy", ref_model="base")
-        check_reference_workers(
-            SimpleNamespace(
-                inputs=inputs, args=args, algorithm=algorithm, loading=setup.loading_options(inputs)
-            )
-        )
+    def check(**kwargs: Any) -> None:
+        loading = load.policy_loading("policy", kwargs, quantization=None, adapts=False, bf16=False)
+        given = {"loading": loading, "bf16": False, "tokenizer": None, "needs_reference": True}
+        check_models(ModelOptions(policy="policy", ref_model="base", ref_workers=1, **given))
 
     check()
     with pytest.raises(ConfigError, match="without model_init_kwargs"):
-        check(model_init_kwargs={"dtype": "float32"})
+        check(dtype="float32")
 
 
 @dataclass

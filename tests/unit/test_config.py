@@ -27,7 +27,7 @@ from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.before_rl.reward_command import RewardArguments
 from kedge.ext.trl import classic, options, ppov2
 from kedge.records.errors import ConfigError, KedgeError, OptionError
-from kedge.trainers.assembly.setup import build_sampling
+from kedge.trainers.options import sampling_options
 from tests.e2e.small import small
 
 BASES = {AsyncPPOConfig: {"rollout_engine": "embedded"}, RLOOConfig: {"token_level_kl": True}}
@@ -88,7 +88,7 @@ def test_a_value_set_afterwards_is_checked_and_converted(config):
 
 def test_stop_tokens(config):
     def ids(eos=(7, 9), **options):
-        return build_sampling(config(**options), eos).stop_ids
+        return sampling_options(config(**options), eos).stop_ids
 
     assert ids() == ids(stop_token="eos") == (7, 9)
     assert ids(stop_token_id=0) == (7, 9, 0)
@@ -98,20 +98,20 @@ def test_stop_tokens(config):
 
 
 def test_without_an_eos_token_a_run_says_that_nothing_ends_a_response(config, caplog):
-    assert build_sampling(config(response_length=9), ()).stop_ids == ()
+    assert sampling_options(config(response_length=9), ()).stop_ids == ()
     assert "every response has response_length=9 tokens" in caplog.text
     caplog.clear()
-    build_sampling(config(stop_token=None), (7,))
-    build_sampling(config(stop_strings=["."]), ())
+    sampling_options(config(stop_token=None), (7,))
+    sampling_options(config(stop_strings=["."]), ())
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("options", [{"missing_eos_penalty": 1.0}, {"non_eos_penalty": True}])
 def test_options_that_need_an_end_refuse_a_run_without_one(config, options):
     with pytest.raises(ConfigError, match=r"has an EOS token\. Set stop_token_ids or stop_str"):
-        build_sampling(config(**options), ())
-    build_sampling(config(**options), (7,))
-    build_sampling(config(**options, stop_token=None, stop_strings=["."]), ())
+        sampling_options(config(**options), ())
+    sampling_options(config(**options), (7,))
+    sampling_options(config(**options, stop_token=None, stop_strings=["."]), ())
 
 
 # -- options set after construction: read or refused, never ignored --------------------------------

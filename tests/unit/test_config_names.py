@@ -132,7 +132,7 @@ ELSEWHERE = {
 def test_every_field_that_acts_is_read_somewhere(cls):
     root = Path(kedge.__file__).parent
     text = "\n".join(p.read_text() for p in root.rglob("*.py"))
-    used = {*re.findall(r"\b(?:args|_args|config|self|c|options)(?=\.(\w+))", text)}
+    used = {*re.findall(r"\b(?:args|_args|config|self|c|options|value)(?=\.(\w+))", text)}
     used |= {*re.findall(r'getattr\((?:config|args|self\.args), "(\w+)"', text)}
     missing = []
     for f in fields(cls):
@@ -385,6 +385,16 @@ def test_names_of_trl_are_taken_by_its_dialect() -> None:
     text = said(GRPOConfig, "max_completion_length")
     assert text.endswith("it is called response_length here; kedge.trl takes TRL's names")
     assert said(GRPOConfig, "use_vllm").endswith("'use_vllm'; kedge.trl takes TRL's names")
+
+
+def test_a_copy_of_a_config_in_other_names_keeps_its_values() -> None:
+    given = {"num_iterations": 3, "max_completion_length": 77}
+    config = options.GRPOConfig(output_dir="unused", use_cpu=True, **given)
+    copied = replace(replace(config, seed=5))
+    assert (copied.num_ppo_epochs, copied.response_length, copied.seed) == (3, 77, 5)
+    assert replace(config, num_ppo_epochs=4, num_iterations=4).num_ppo_epochs == 4
+    with pytest.raises(ConfigError, match=r"num_ppo_epochs=4 is set.*: change both"):
+        replace(config, num_ppo_epochs=4)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda c: f"{c.__module__}.{c.__name__}")

@@ -13,11 +13,12 @@ from kedge import GRPOConfig, TrlParser
 from kedge.algorithms import ppo
 from kedge.config.rollout_engines import find_engine
 from kedge.ext.trl import options as options_of_trl
+from kedge.loop.corrections import build_correction
 from kedge.math.ratios import Correction
 from kedge.records.errors import ConfigError, RolloutError
 from kedge.records.types import RewardOutput, Rollout, Sampling
 from kedge.testing import tiny_policy
-from kedge.trainers.assembly.run import build_correction
+from kedge.trainers.options import correction_options
 from tests.e2e.small import small
 from tests.e2e.test_groups import grpo, rloo
 from tests.learners import with_metrics
@@ -148,7 +149,8 @@ UNBOUNDED = {
 def correction_of(args: Any) -> Correction | None:
     vllm = find_engine(args).vllm
     sampling = Sampling(max_new_tokens=4)
-    return build_correction(args, engine="it", vllm=vllm, logprobs="sampled", sampling=sampling)
+    options = correction_options(args)
+    return build_correction(options, engine="it", vllm=vllm, logprobs="sampled", sampling=sampling)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from kedge.records.types import Episodes, PromptBatch, RewardOutput, Rollout, Sa
 from kedge.rollout.engines import join_rollouts
 from kedge.rollout.scheduler.collector import resample_uniform_groups, spare_step
 from kedge.rollout.scheduler.joining import join_groups
-from kedge.testing import tiny_policy
-from tests.e2e.small import rows
+from kedge.testing import ScriptedRollouts, tiny_policy
+from tests.e2e.small import rows, small
 from tests.e2e.test_groups import grpo
 from tests.unit.advantage_inputs import rollout
 
@@ -376,3 +376,19 @@ def test_what_is_not_declared_has_its_default() -> None:
     assert (read_info(None, EngineInfo).slots, read_info(Declares(), EngineInfo).slots) == (0, 3)
     with pytest.raises(ConfigError, match="must be an attribute or a property"):
         read_info(Method(), EngineInfo)
+
+
+def test_an_attribute_that_belongs_into_info_is_refused() -> None:
+    class Batches(ScriptedRollouts):
+        slots = 4
+
+    class Scores:
+        parallel = 2
+
+        def score(self, rollout: Rollout) -> RewardOutput:
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"set Batches.info = .*EngineInfo\(slots=...\)"):
+        small(rollout_engine=Batches([[[3, 1]] * 4]))
+    with pytest.raises(ConfigError, match=r"RewardInfo\(parallel=...\)"):
+        small(reward_funcs=Scores())

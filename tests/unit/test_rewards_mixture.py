@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from kedge.records.errors import ConfigError
-from kedge.rewards import Mixture, RewardFunction, RewardModel, TextCache, reward_source
+from kedge.rewards import (
+    Mixture,
+    RewardFunction,
+    RewardModel,
+    RewardOptions,
+    TextCache,
+    reward_source,
+)
 from kedge.rewards.build import load_function
 from kedge.testing import ConstantReward
 
@@ -110,7 +117,8 @@ def two(prompts):
 
 
 def build(*args, **options):
-    return reward_source(*args, policy_tokenizer=TOKENIZER, **options)
+    model, functions = (*args, None, None)[:2]
+    return reward_source(model, functions, RewardOptions(policy_tokenizer=TOKENIZER, **options))
 
 
 def test_the_builder_mixes_models_functions_and_sources():

@@ -30,6 +30,7 @@ from kedge.math.turns import (
     turn_returns,
     turn_starts,
 )
+from kedge.records.errors import ConfigError
 from kedge.records.types import (
     AdvantageOutput,
     Loss,
@@ -146,7 +147,7 @@ def reference_kl(e: AdvantageInputs, estimator: str) -> Tensor | None:
         return require(outputs.full_kl, "full_kl") * mask
     if estimator not in ESTIMATORS:
         known = ", ".join((*ESTIMATORS, "full"))
-        raise ValueError(f"kl_estimator must be one of {known}, got {estimator!r}")
+        raise ConfigError(f"kl_estimator must be one of {known}, got {estimator!r}")
     return (
         ESTIMATORS[estimator](outputs.logprobs, require(outputs.ref_logprobs, "reference")) * mask
     )
@@ -291,4 +292,4 @@ def policy_metrics(
 def check_loss_kl(option: str, estimator: str) -> None:
     """Check that the KL in the loss can be computed."""
     if estimator not in ESTIMATORS:
-        raise ValueError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+        raise ConfigError(f"{option} must be one of {', '.join(ESTIMATORS)}, got {estimator!r}")

@@ -30,6 +30,7 @@ from kedge.math.kl import ESTIMATORS
 from kedge.math.losses import Clip, weighted_policy_loss
 from kedge.math.ratios import RatioLevel
 from kedge.math.rewards import place_score
+from kedge.records.errors import ConfigError
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"]
@@ -80,14 +81,14 @@ def grpo(
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
 
     Raises:
-        ValueError: inconsistent options.
+        ConfigError: inconsistent options.
     """
     check_loss_kl("kl_estimator", kl_estimator)
     high = epsilon if epsilon_high is None else epsilon_high
     if delta is not None and delta <= 1 + high:
-        raise ValueError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
+        raise ConfigError(f"delta={delta} must be above 1 + epsilon_high = {1 + high:g}")
     if loss_type == "dr_grpo" and response_length is None:
-        raise ValueError(
+        raise ConfigError(
             "loss_type='dr_grpo' needs response_length, the longest response in tokens"
         )
     longest = response_length or 1

@@ -36,6 +36,7 @@ from kedge.math.losses import (
 from kedge.math.masked import extend, last_true, moments, whiten
 from kedge.math.rewards import move_last, place_score
 from kedge.math.turns import broadcast_turns, segment_sum, turn_starts
+from kedge.records.errors import ConfigError
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput, require
 
 ScorePosition = Literal["last", "after_last"]
@@ -96,10 +97,10 @@ def ppo(
         credit: what an action is: "token", or "turn" for tasks of many turns.
 
     Raises:
-        ValueError: ``credit="turn"`` with ``score_position="after_last"``.
+        ConfigError: ``credit="turn"`` with ``score_position="after_last"``.
     """
     if credit == "turn" and score_position == "after_last":
-        raise ValueError(
+        raise ConfigError(
             "credit='turn' needs every reward on a token of its turn, but"
             " score_position='after_last' puts the score after the last one; use 'last'"
         )

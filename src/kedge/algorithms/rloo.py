@@ -28,6 +28,7 @@ from kedge.math.advantage import group_count, leave_one_out, rewards_to_go
 from kedge.math.losses import ClipRange, as_clip
 from kedge.math.masked import standardize, whiten
 from kedge.math.rewards import place_score
+from kedge.records.errors import ConfigError
 from kedge.records.types import AdvantageOutput, Loss, MicroBatch, PolicyOutput
 
 
@@ -69,8 +70,8 @@ def rloo(
         credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
 
     Raises:
-        ValueError: ``ratio_level="sequence"`` with ``token_level_kl`` or ``credit="turn"``, or both
-            of these.
+        ConfigError: ``ratio_level="sequence"`` with ``token_level_kl`` or ``credit="turn"``, or
+            both of these.
     """
     _check_levels(ratio_level, token_level_kl, credit)
     by_token = token_level_kl or ratio_level == "token" or credit == "turn"
@@ -130,9 +131,9 @@ def rloo(
 def _check_levels(ratio_level: str | None, token_level_kl: bool, credit: CreditLevel) -> None:
     if ratio_level == "sequence" and (token_level_kl or credit == "turn"):
         option = "token_level_kl=True" if token_level_kl else "credit='turn'"
-        raise ValueError(
+        raise ConfigError(
             f"{option} gives each token a separate advantage, but ratio_level='sequence'"
             " needs one per response; use ratio_level='token'"
         )
     if token_level_kl and credit == "turn":
-        raise ValueError("credit='turn' charges each turn with its KL; set token_level_kl=False")
+        raise ConfigError("credit='turn' charges each turn with its KL; set token_level_kl=False")

@@ -21,6 +21,7 @@ from torch import Tensor
 from kedge.algorithms.base import AdvantageInputs, Algorithm
 from kedge.math.advantage import group_count, normalize_then_sum
 from kedge.math.rewards import overlong_penalty
+from kedge.records.errors import ConfigError
 from kedge.records.types import (
     AdvantageOutput,
     Loss,
@@ -52,10 +53,10 @@ def penalize_overlong(algorithm: Algorithm, *, buffer: int, response_length: int
     Soft overlong punishment of DAPO, arXiv:2503.14476; see ``kedge.math.rewards``.
 
     Raises:
-        ValueError: ``buffer`` is not between 1 and ``response_length``.
+        ConfigError: ``buffer`` is not between 1 and ``response_length``.
     """
     if not 1 <= buffer <= response_length:
-        raise ValueError(
+        raise ConfigError(
             f"overlong_buffer={buffer} must be between 1 and response_length={response_length}"
         )
 
@@ -86,7 +87,7 @@ def decouple_rewards(algorithm: Algorithm, weights: Sequence[float] | None = Non
         parts = e.reward_output.components
         rewards, split = [*parts.values()], [name for name in parts if "/" in name]
         if split or len(rewards) != len(weights or rewards):
-            raise ValueError(
+            raise ConfigError(
                 "multi_objective_aggregation='normalize_then_sum' needs one score per reward, got"
                 f" {', '.join(parts)}; pass the parts of a reward as rewards of their own"
             )

@@ -18,7 +18,7 @@ from transformers.hf_argparser import string_to_bool
 from kedge import plugins
 from kedge.cli.flags import Flags
 from kedge.config.common import EnvironmentArguments
-from kedge.config.declare import check_fields
+from kedge.config.declare import check_fields, read_mapping
 from kedge.output import check_file, write_csv, write_jsonl
 from kedge.records.errors import ConfigError, DataError, install_command
 
@@ -172,12 +172,15 @@ def generate_completions(  # noqa: PLR0913
     """
     from kedge.data import DatasetPrompts
     from kedge.data.prompts import pad_id
+    from kedge.environments import EnvironmentRollouts
+    from kedge.environments.episode import check_turns_end
+    from kedge.environments.load import EMPTY_PROMPT, add_prompts, load_environment
     from kedge.models.compatibility import vocabulary
     from kedge.models.load import eos_token_ids, load_policy, load_tokenizer
     from kedge.records.seeds import seed_for
     from kedge.records.types import Sampling
     from kedge.rewards.texts import Texts
-    from kedge.trainers.assembly.environments import environments_to_play
+    from kedge.trainers.options import episode_limits
 
     counts = {"num_generations": num_generations, "batch_size": batch_size}
     for name_, value in (counts | ({} if episodes is None else {"episodes": episodes})).items():
@@ -195,9 +198,19 @@ def generate_completions(  # noqa: PLR0913
     seeds = episodes
     if environment is not None:
         seeds = episodes or (200 if dataset is None else len(dataset))
-        dataset, wrap = environments_to_play(environment, dataset, sampling)
-        options = {"pad_id": pad_id(tokenizer), "vocabulary": vocabulary(model)}
-        rollouts = wrap(rollouts, tokenizer, **options)
+        check_turns_end(sampling, environment.max_turn_tokens)
+        kwargs = read_mapping(environment.environment_kwargs)
+        make = load_environment(environment.environment, kwargs)
+        dataset = [{"prompt": EMPTY_PROMPT}] if dataset is None else add_prompts(dataset)
+        rollouts = EnvironmentRollouts(
+            rollouts,
+            make,
+            tokenizer,
+            episode_limits(environment),
+            pad_id=pad_id(tokenizer),
+            drop_reasoning=environment.drop_reasoning,
+            vocabulary=vocabulary(model),
+        )
     elif not sampling.stop_ids:
         logger.warning(
             "neither the tokenizer nor the generation_config of %r defines an EOS token: every"

@@ -17,7 +17,7 @@ from kedge.cli.arguments import ModelArguments, Options, parse
 from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
 from kedge.cli.model_arguments import get_peft_config, get_quantization_config
-from kedge.config.declare import format_value
+from kedge.config.declare import format_value, read_mapping
 from kedge.output import check_targets, lock_output_dir
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
@@ -87,8 +87,8 @@ def build(
     Datasets, tokenizer and value model replace those that the flags name.  If a new run starts,
     ``output_dir`` must not hold checkpoints.
     """
-    from kedge.rewards.build import find_tokenizer, load_model
-    from kedge.trainers.assembly.setup import init_kwargs
+    from kedge.models.load import check_init_kwargs, tokenizer_beside
+    from kedge.rewards.build import load_model
     from kedge.trainers.hooks.checkpoints import earlier_run
 
     script, config, model = options.script, options.config, options.model
@@ -101,10 +101,10 @@ def build(
         train_dataset, eval_dataset = load_prompts(options)
     reward, reward_tokenizer, trust = names.reward, None, model.trust_remote_code
     if reward is not None and (trust or script.dummy_reward):  # the trainer loads others by name
-        reward_tokenizer = find_tokenizer(reward, trust_remote_code=trust)
+        reward_tokenizer = tokenizer_beside(reward, trust_remote_code=trust)
         reward = load_model(reward, trust_remote_code=trust, new_head=script.dummy_reward)
     functions, weights = build_rewards(options, model=reward is not None)
-    kwargs = init_kwargs(config)
+    kwargs = check_init_kwargs(read_mapping(config.model_init_kwargs))
     if kwargs:
         config.model_init_kwargs = None  # the trainer gets a loaded model
     if config.bf16 and model.use_peft and "dtype" not in options.given:
@@ -252,9 +252,9 @@ def load_policy(
 ) -> Any:
     """The policy; ``more`` are arguments of ``from_pretrained`` that override the flags."""
     from kedge.models import load
-    from kedge.trainers.assembly.setup import to_load_kwargs
 
-    return load.load_policy(name, **to_load_kwargs(load_options(options) | dict(more or {})))
+    kwargs = load.to_load_kwargs(load_options(options) | dict(more or {}))
+    return load.load_policy(name, **kwargs)
 
 
 def load_options(options: ModelArguments) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     """
     from kedge import Algorithm
     from kedge.algorithms import reinforce_pp, remax
-    from kedge.rewards.build import load_module
+    from kedge.plugins import load_module
 
     try:
         kwargs = dict(json.loads(options or "{}"))

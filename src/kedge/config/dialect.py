@@ -42,6 +42,7 @@ class Alias:
             raise ConfigError(
                 f"{self.name}={format_value(value)} is another name of {self.target}, but"
                 f" {self.target}={format_value(present)} is set; set only {self.target}"
+                " (dataclasses.replace passes on the name that is not changed: change both)"
             )
         setattr(config, self.target, value)
 

@@ -250,6 +250,16 @@ def check_turn_tokens(sampling: Sampling, most: int | None) -> None:
         )
 
 
+def check_turns_end(sampling: Sampling, most: int | None) -> None:
+    """Check that turns can end before the episode's tokens are spent, and can be long enough."""
+    check_turn_tokens(sampling, most)
+    if not (sampling.stop_ids or sampling.stop_strings or most):
+        raise ConfigError(
+            "environments need turns that end, but there is no stop token: set"
+            " stop_token='eos', stop_token_ids, stop_strings or max_turn_tokens"
+        )
+
+
 def turn_seed(seed: int, turn: int) -> int:
     """The seed of a turn; the first turn has the seed of the episode."""
     return seed if turn == 0 else seed_for(seed, "turn", turn)

@@ -17,10 +17,17 @@ from weakref import WeakSet
 
 from kedge.background import CallThread, in_thread, on_event_loop
 from kedge.environments.episode import Episode
-from kedge.records.errors import ConfigError, RolloutError, describe_error
-from kedge.records.protocols import Closable, Environment, EnvironmentInfo, read_info
+from kedge.records.errors import RolloutError, describe_error
+from kedge.records.protocols import (
+    Closable,
+    Environment,
+    EnvironmentInfo,
+    check_declared,
+    read_info,
+)
 
 logger = logging.getLogger(__name__)
+_DECLARED = ("tools", "final_reward", "reads_calls", "separator", "grading", "target")
 MakeEnvironment = Callable[[], Environment]
 Place = tuple[Any, CallThread | None]  # an environment and the thread of its methods
 _MOST_FAILED = 0.9  # share of the latest episodes that may fail with on_env_error="drop"
@@ -243,7 +250,7 @@ class EnvironmentPool:
         def call() -> Any:
             if episode.environment is None:
                 made = self._make[name]()
-                _check_declared(made)
+                check_declared(made, EnvironmentInfo, *_DECLARED)
                 with self._lock:
                     episode.environment = made
                     if inspect.iscoroutinefunction(made.step):
@@ -301,25 +308,6 @@ class EnvironmentPool:
             self._idle.clear()
             self._unclosed.clear()
         close_all(idle, self.calls, closing, failures)
-
-
-_UNDECLARED = (
-    *(("tools", "[...]"), ("final_reward", "True"), ("reads_calls", "True")),
-    *(("separator", "..."), ("grading", "True"), ("target", "...")),
-)
-
-
-def _check_declared(environment: Any) -> None:
-    """Refuse what would be ignored: these names mean nothing outside of ``info``."""
-    if isinstance(getattr(environment, "info", None), EnvironmentInfo):
-        return
-    for name, value in _UNDECLARED:
-        if hasattr(environment, name):
-            kind = type(environment).__name__
-            raise ConfigError(
-                f"{kind} has {name}, which is not read unless it is declared: set {kind}.info ="
-                f" kedge.records.protocols.EnvironmentInfo({name}={value})"
-            )
 
 
 def _free(thread: CallThread | None) -> CallThread | None:

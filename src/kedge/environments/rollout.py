@@ -573,6 +573,7 @@ class FunctionRollouts:
 
     shares_weights = True  # the function reads the weights from the trainer
     logprob_kind: Literal["sampled", "raw", "none"] = "sampled"
+    info = EngineInfo(more_columns=True)
 
     def __init__(
         self,

@@ -84,6 +84,15 @@ class BatchSizes:
         """Responses generated in the run."""
         return self.iterations * self.batch_size
 
+    def check_whole_groups(self, option: str, default: str) -> None:
+        """Check that ranks have whole groups, which ``option`` needs and ``default`` does not."""
+        if self.local_rows % self.group:
+            raise ConfigError(
+                f"{option} needs whole groups on each rank, but {self.local_rows} responses per"
+                f" rank are not a multiple of {self.group}; change per_device_train_batch_size,"
+                f" or set {default}"
+            )
+
     def derived(self) -> dict[str, int]:
         """The sizes by their names in PPOConfig."""
         return {

@@ -41,6 +41,13 @@ def positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
+def same_tokens(one: Any, other: Any) -> bool:
+    """Whether two tokenizers share vocabulary, EOS token and chat template."""
+    names = ("eos_token_id", "chat_template")
+    alike = all(getattr(one, name) == getattr(other, name) for name in names)
+    return one is other or (alike and one.get_vocab() == other.get_vocab())
+
+
 def check_vocabulary(models: Mapping[str, nn.Module], *, tokens: int) -> None:
     """Reject models (by name) whose vocabulary is smaller than the policy's ``tokens``."""
     for name, model in models.items():

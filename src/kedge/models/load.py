@@ -24,6 +24,11 @@ from kedge.models.peft import without_notices
 from kedge.records.errors import ConfigError, install_command
 
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
+_REFUSED = {
+    "device_map": "accelerate places the models; leave it out",
+    "use_safetensors": "loading pickled weights can run arbitrary code; leave it out",
+    "output_loading_info": "it changes the return value; leave it out",
+}
 _HEADS = {
     *("score", "classifier", "pre_classifier", "classification_head", "pooler", "v_head"),
     *("sequence_summary", "logits_proj"),
@@ -106,6 +111,83 @@ def load_policy(
     return load_whole(AutoModelForCausalLM, what, source, **options)
 
 
+def check_init_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``model_init_kwargs``, with ``torch_dtype`` renamed to ``dtype``."""
+    for name, reason in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ConfigError(f"model_init_kwargs sets {name}={kwargs[name]!r}: {reason}")
+        kwargs.pop(name, None)
+    if "torch_dtype" in kwargs:
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
+    return kwargs
+
+
+def policy_loading(
+    model: str | nn.Module,
+    kwargs: Mapping[str, Any],
+    *,
+    quantization: Any,
+    adapts: bool,
+    bf16: bool,
+) -> dict[str, Any]:
+    """Arguments of ``load_policy`` for the policy and a reference by name.
+
+    ``kwargs`` are those of ``from_pretrained``; ``adapts``: a new adapter trains, not the model.
+    """
+    options = dict(kwargs)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    given = [name for name in options if name != "trust_remote_code"]
+    if given and not isinstance(model, str):
+        raise ConfigError(
+            f"{', '.join(given)} cannot be set (model_init_kwargs, quantization_config): the model"
+            " is already loaded; pass them when you load it"
+        )
+    if "quantization_config" in options and not adapts:
+        raise ConfigError(
+            "quantization_config freezes the weights; pass a peft_config to train an adapter"
+        )
+    if bf16 and adapts and isinstance(model, str):
+        options.setdefault("dtype", "bfloat16")  # the base under the adapter is frozen
+    return to_load_kwargs(options)
+
+
+def to_load_kwargs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert arguments of ``from_pretrained`` to those of ``load_policy``."""
+    names = {"dtype", "revision", "attn_implementation", "trust_remote_code"}
+    arguments = {name: x for name, x in options.items() if name in names}
+    arguments["quantization"] = options.get("quantization_config")
+    rest = {n: x for n, x in options.items() if n not in names and n != "quantization_config"}
+    return arguments | {"more": rest}
+
+
+def find_tokenizer(processing_class: Any, model: Any, loading: Mapping[str, Any]) -> Any:
+    """Find the tokenizer: given as object, name or folder, in a processor, or with the model.
+
+    ``loading``: arguments of ``from_pretrained`` for the model.
+    """
+    if model is None or model == "" or not isinstance(model, str | nn.Module):
+        raise ConfigError(f"model={model!r} must be the policy: a model, a folder or a hub name")
+    name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
+    name = processing_class if isinstance(processing_class, str) else name
+    if isinstance(name, str) and name and isinstance(processing_class, str | None):
+        revision = None if processing_class else loading.get("revision")  # of the model
+        trust = loading.get("trust_remote_code", False)
+        return load_tokenizer(name, trust_remote_code=trust, revision=revision)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
+        raise ConfigError(
+            f"processing_class={processing_class!r} must be a tokenizer, for example"
+            " AutoTokenizer.from_pretrained(...)"
+        )
+    return tokenizer
+
+
+def pick_tokenizer(processing_class: Any, tokenizer: Any) -> Any:
+    """The given object (perhaps a processor), or for None or a name the loaded tokenizer."""
+    return tokenizer if isinstance(processing_class, str | None) else processing_class
+
+
 def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
@@ -116,6 +198,14 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=trust_remote_code, **kwargs
         )
+
+
+def tokenizer_beside(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a model's folder or repository; None if the folder has none."""
+    files, folder = ("tokenizer.*", "tokenizer_config.json", "vocab.*"), Path(name)
+    if folder.is_dir() and not any(any(folder.glob(file)) for file in files):
+        return None
+    return load_tokenizer(name, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

@@ -77,6 +77,17 @@ def read_info(x: object, kind: type[T]) -> T:
     return info if isinstance(info, kind) else kind()
 
 
+def check_declared(x: object, kind: type, *names: str) -> None:
+    """Refuse what would be ignored: attributes of these names mean nothing outside of ``info``."""
+    undeclared = [name for name in names if hasattr(x, name)]
+    if undeclared and not isinstance(getattr(x, "info", None), kind):
+        name, own = undeclared[0], type(x).__name__
+        raise ConfigError(
+            f"{own} has {name}, which is not read unless it is declared: set {own}.info ="
+            f" kedge.records.protocols.{kind.__name__}({name}=...)"
+        )
+
+
 @runtime_checkable
 class Closable(Protocol):
     """An engine, environment or reward source that holds something to release."""
@@ -119,6 +130,7 @@ class EngineInfo:
     sync_dtype: torch.dtype | None = None
     stage_weights: Callable[[Iterable[tuple[str, Tensor]]], Any] | None = None
     ranks: Ranks | None = None  # that share the engine of rank 0
+    more_columns: bool = False  # its rollouts have columns, for rewards, that the prompts lack
     # A rank calls it after its last ``generate`` of a batch, while others go on; None: they sample
     # independently.
     wait_for_other_ranks: Callable[[], None] | None = None

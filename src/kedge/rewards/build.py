@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import logging
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,14 @@ import torch
 from torch import nn
 
 from kedge import plugins
-from kedge.models.load import check_source, configuration_source, load_tokenizer, load_whole
+from kedge.models.load import (
+    check_source,
+    configuration_source,
+    load_whole,
+    tokenizer_beside,
+)
 from kedge.records.errors import ConfigError
-from kedge.records.protocols import RewardInfo, read_info
+from kedge.records.protocols import RewardInfo, check_declared, read_info
 from kedge.rewards.function import RewardFunction, Signature, function_name
 from kedge.rewards.mixture import Mixture
 from kedge.rewards.model import RewardModel
@@ -28,19 +31,31 @@ from kedge.rewards.texts import TextCache
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions:
+    """How reward models and functions score, and how their scores are combined."""
+
+    policy_tokenizer: Any
+    ends: Collection[int] = ()  # token ids that end responses; their texts leave them out
+    weights: Sequence[float] | None = None  # one per source, models first; None: 1 each
+    # Tokenizers of the reward models: one, one per model, or one per source (None: the policy's).
+    # A model given by name uses the tokenizer in its folder or repository.
+    tokenizers: Any = None
+    missing_eos_penalty: float | None = None  # see `Mixture`, also for the next two
+    non_eos_penalty: bool = False
+    penalty_reward_value: float = -1.0
+    # Of every reward model: those of `RewardModel`, and ``trust_remote_code`` (of its repository).
+    models: Mapping[str, Any] = field(default_factory=dict)
+    functions: Mapping[str, Any] = field(default_factory=dict)  # of every one; see `RewardFunction`
+
+
 def reward_source(
-    reward_model: Any = None,
-    reward_funcs: Any = None,
+    reward_model: Any,
+    reward_funcs: Any,
+    options: RewardOptions,
     *,
-    policy_tokenizer: Any,
-    ends: Collection[int] = (),
-    weights: Sequence[float] | None = None,
-    tokenizers: Any = None,
-    models: Mapping[str, Any] | None = None,
-    functions: Mapping[str, Any] | None = None,
-    missing_eos_penalty: float | None = None,
-    non_eos_penalty: bool = False,
-    penalty_reward_value: float = -1.0,
+    device: torch.device | None = None,
+    trainer_state: Callable[[], object] | None = None,
 ) -> Mixture:
     """Build one source from reward models and reward functions.
 
@@ -48,40 +63,32 @@ def reward_source(
         reward_model: a model, the name or path of one, or a list; also what ``reward_funcs`` takes.
         reward_funcs: callables, ``"package.module:function"`` or ``"file.py:function"`` strings,
             objects with a ``score(rollout)`` method, models, names or paths; one or a list.
-        policy_tokenizer: tokenizer of the policy.
-        ends: token ids that end responses; their texts leave them out.
-        weights: one per source, models first; None: 1 for every source.
-        tokenizers: tokenizers of the reward models: one, one per model, or one per source (None:
-            the policy's).  A model given by name uses the tokenizer in its folder or repository.
-        models: options of every reward model: those of :class:`RewardModel`, ``device`` (None
-            leaves models where they are) and ``trust_remote_code`` (of a model's repository).
-        functions: options of every reward function; see :class:`RewardFunction`.
-        missing_eos_penalty: see :class:`Mixture`.
-        non_eos_penalty: see :class:`Mixture`.
-        penalty_reward_value: see :class:`Mixture`.
+        options: how they score.
+        device: of the models; None leaves them where they are.
+        trainer_state: returns what functions that ask for it get as ``trainer_state``.
 
     Raises:
         ConfigError: no source, an unsupported kind of source, or lists of different lengths.
     """
-    models, texts = models or {}, TextCache(policy_tokenizer, ends)
+    texts, models = TextCache(options.policy_tokenizer, options.ends), options.models
     items = _items(reward_model, reward_funcs)
-    factors = _weights(weights, len(items))
+    factors = _weights(options.weights, len(items))
     loaded = [_load(item, models.get("trust_remote_code", False)) for item in items]
-    own_tokenizers = _tokenizers(tokenizers, loaded)
+    own_tokenizers = _tokenizers(options.tokenizers, loaded)
     sources = []
     for item, given, tokenizer, weight in zip(items, loaded, own_tokenizers, factors, strict=True):
         source = given
         if isinstance(given, nn.Module):
-            source = _build_model(item, given, tokenizer, texts, **models)
+            source = _build_model(item, given, tokenizer, texts, device=device, **models)
         elif not hasattr(given, "score"):
-            source = RewardFunction(given, texts, **(functions or {}))
+            source = RewardFunction(given, texts, trainer_state=trainer_state, **options.functions)
         name = read_info(source, RewardInfo).name or type(source).__name__
         sources.append((name, source, weight))
     return Mixture(
         sources,
-        missing_eos_penalty=missing_eos_penalty,
-        non_eos_penalty=non_eos_penalty,
-        penalty_reward_value=penalty_reward_value,
+        missing_eos_penalty=options.missing_eos_penalty,
+        non_eos_penalty=options.non_eos_penalty,
+        penalty_reward_value=options.penalty_reward_value,
     )
 
 
@@ -121,7 +128,7 @@ def _build_model(
 ) -> RewardModel:
     has_name = isinstance(item, (str, Path))
     if has_name and tokenizer is None:
-        tokenizer = find_tokenizer(str(item), trust_remote_code=trust_remote_code)
+        tokenizer = tokenizer_beside(str(item), trust_remote_code=trust_remote_code)
     options = {"policy_vocab_size": len(texts.tokenizer)} | options
     options["name"] = Path(item if has_name else getattr(model, "name_or_path", "") or "").name
     model = model if device is None else model.to(device)
@@ -148,6 +155,7 @@ def _load(item: Any, trust_remote_code: bool) -> Any:
             return load_function(str(item))
         return load_model(str(item), trust_remote_code=trust_remote_code)
     if isinstance(item, nn.Module) or callable(getattr(item, "score", None)) or callable(item):
+        check_declared(item, RewardInfo, "parallel", "begin", "reads_environments")
         return item
     raise ConfigError(
         "a reward must be a model, its name or path, a function, 'module:function', or an object"
@@ -198,7 +206,7 @@ def load_function(spec: str) -> Callable[..., Any]:
         return found
     where, _, name = spec.rpartition(":")
     try:
-        module = load_module(where, "kedge_rewards")
+        module = plugins.load_module(where, "kedge_rewards")
     except Exception as error:
         raise ConfigError(
             f"reward function {spec!r}: cannot import {where!r}"
@@ -214,22 +222,6 @@ def load_function(spec: str) -> Callable[..., Any]:
             f" {', '.join(defined) or 'none'}"
         )
     return function
-
-
-def load_module(where: str, prefix: str) -> Any:
-    """Import a module by its dotted name, or a Python file as ``prefix_stem``, with its folder."""
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    path = Path(where).expanduser().resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"file not found: {path}")
-    sys.path += {str(path.parent)} - {*sys.path}  # it may import its neighbors, as a script may
-    name = f"{prefix}_{path.stem}"
-    spec: Any = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # so that pickle finds its definitions
-    spec.loader.exec_module(module)
-    return module
 
 
 def names_function(spec: str) -> bool:
@@ -310,11 +302,3 @@ def load_model(name: str, *, trust_remote_code: bool = False, new_head: bool = F
             f"reward model {name!r} cannot be loaded: {error}; pass the folder or hub name of a"
             " sequence-classification model, or module:function for a Python function"
         ) from error
-
-
-def find_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a model's folder or repository; None if the folder has none."""
-    files, folder = ("tokenizer.*", "tokenizer_config.json", "vocab.*"), Path(name)
-    if folder.is_dir() and not any(any(folder.glob(file)) for file in files):
-        return None
-    return load_tokenizer(name, trust_remote_code=trust_remote_code)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kedge.chat_template import render_chat
 from kedge.data.encode import is_chat
 from kedge.models.backbone import pack_sequences, run_packed, supports_packing
+from kedge.models.compatibility import same_tokens
 from kedge.models.score_head import SHIFT, float32_head
 from kedge.ops.kernels import Kernels
 from kedge.records.errors import ConfigError, RewardError
@@ -224,13 +225,6 @@ class RewardModel:
     def _name_row(self, rollout: Rollout, row: int) -> str:
         ids = rollout.prompts.ids[row][rollout.prompts.mask[row]].tolist()
         return row_name(rollout, row, rollout.prompts.columns.get("prompt", {row: ids})[row])
-
-
-def same_tokens(one: Any, other: Any) -> bool:
-    """Whether two tokenizers share vocabulary, EOS token and chat template."""
-    names = ("eos_token_id", "chat_template")
-    alike = all(getattr(one, name) == getattr(other, name) for name in names)
-    return one is other or (alike and one.get_vocab() == other.get_vocab())
 
 
 def _label(config: Any, wanted: int | str | None, name: str) -> int | None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of
-from kedge.config.ppo import RECIPES, PPOConfig
+from kedge.config.grpo import GRPOConfig
+from kedge.config.ppo import RECIPES, PPOConfig, ValueArguments
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.loop import Engine
 from kedge.loop.stages import check_finite_outputs, make_experience, micro_batches
@@ -144,12 +145,13 @@ def small_batch(run: Settings) -> str | None:
 @rule(SETTINGS)
 def wide_clip(run: Settings) -> str | None:
     """The ratio of a sequence is a mean, which moves less than that of a token."""
-    level = getattr(run.args, "importance_sampling_level", "")
-    epsilon = getattr(run.args, "epsilon", 0.0)
-    if level != "sequence" or epsilon < WIDE_CLIP:
+    args = run.args
+    if not isinstance(args, GRPOConfig) or args.importance_sampling_level == "token":
+        return None
+    if args.epsilon < WIDE_CLIP:
         return None
     return (
-        f"epsilon={epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
+        f"epsilon={args.epsilon:g} with importance_sampling_level='sequence' hardly ever clips,"
         " since the ratio is a mean over the response; recommended: epsilon=3e-4,"
         " epsilon_high=4e-4 (Zheng et al. 2025, arXiv:2507.18071)"
     )
@@ -158,7 +160,7 @@ def wide_clip(run: Settings) -> str | None:
 @rule(SETTINGS)
 def only_value_warmup(run: Settings) -> str | None:
     """The run ends before the policy trains."""
-    warmup = getattr(run.args, "value_warmup_steps", 0)
+    warmup = run.args.value_warmup_steps if isinstance(run.args, ValueArguments) else 0
     if warmup < run.sizes.iterations:
         return None
     return (
@@ -477,7 +479,7 @@ def large_steps(iteration: Iteration) -> str | None:
     """
     args, metrics = iteration.args, iteration.last[-1]
     clipped, ratio = metrics.get("policy/clipfrac_avg", 0.0), metrics.get("val/ratio", 1.0)
-    masked = getattr(args, "policy_loss", "clip") == "mask"
+    masked = isinstance(args, PPOConfig) and args.policy_loss == "mask"
     most = MUCH_MASKED if masked else MUCH_CLIPPED
     far = clipped >= most or not 1 / MOST_RATIO <= ratio <= MOST_RATIO
     if not iteration.at_peak or not far:

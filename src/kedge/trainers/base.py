@@ -31,13 +31,14 @@ from transformers.utils import logging as transformers_logging
 from kedge.config.base import OnPolicyConfig
 from kedge.loop.loop import Engine
 from kedge.loop.shutdown import GracefulShutdown, exit_on_signals
+from kedge.models.load import pick_tokenizer
 from kedge.output import lock_output_dir
 from kedge.records.errors import ConfigError, RewardError
 from kedge.reporting.base import required_write
 from kedge.rewards.build import as_list
-from kedge.trainers.assembly.run import assemble_run
-from kedge.trainers.assembly.setup import build_eval_sets, pick_tokenizer
+from kedge.trainers.assembly import assemble
 from kedge.trainers.launch import launch_context
+from kedge.trainers.prompts import build_eval_sets
 from kedge.trainers.spec import TrainerInputs, TrainerSpec
 
 logger = logging.getLogger(__name__)
@@ -147,12 +148,18 @@ class TrainerShell:
 
     def __init__(self, args: OnPolicyConfig | None, **arguments: Any) -> None:
         refuse_overrides(self, TrainerShell)
-        checked = self.SPEC.checked_args(args)
-        inputs = TrainerInputs(spec=self.SPEC, args=checked, trainer=self, **arguments)
+        kind = self.SPEC.config
+        args = kind() if args is None else args
+        if not isinstance(args, kind):
+            raise ConfigError(
+                f"args must be a kedge.{kind.__name__}, got a {type(args).__name__}; pass"
+                " models by keyword: model=, ref_model="
+            )
+        inputs = TrainerInputs(spec=self.SPEC, args=args.checked(), trainer=self, **arguments)
         configure_process(inputs.args)
         in_launch = launch_context() is not None  # its driver handles signals
         with nullcontext() if in_launch else exit_on_signals():  # a server may start for minutes
-            self._run = run = assemble_run(inputs)
+            self._run = run = assemble(inputs)
         self.args = inputs.args
         self.processing_class = pick_tokenizer(inputs.processing_class, run.tokenizer)
         self.train_dataset, self.eval_dataset = inputs.train_dataset, inputs.eval_dataset

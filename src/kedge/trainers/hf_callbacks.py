@@ -7,6 +7,7 @@ uses the integration callbacks of transformers only.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import (
@@ -31,6 +33,7 @@ from kedge.reporting.base import CompositeTracker
 from kedge.rewards.build import as_list
 from kedge.trainers.launch import LaunchContext, launch_context
 
+logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 LATEST = (
     *("episode", "epoch", "lr", "lr/value", "eps", "objective/kl_coef"),
@@ -236,16 +239,27 @@ def share_control(control: TrainerControl, total: Callable[[Tensor], Tensor]) ->
         setattr(control, name, vote > 0)
 
 
-def own_callbacks(args: OnPolicyConfig) -> list[TrainerCallback]:
-    """Callbacks for ``push_to_hub``, and for a rank of a Ray launch."""
-    callbacks: list[TrainerCallback] = []
+def build_callbacks(
+    args: OnPolicyConfig,
+    given: Iterable[TrainerCallback | type[TrainerCallback]] | None,
+    accelerator: Accelerator,
+) -> Callbacks:
+    """The callbacks of the user and for ``push_to_hub`` and a Ray launch, not yet started."""
+    callbacks = [*(given or [])]
+    if "trackio" in as_list(args.report_to) and args.trackio_space_id is not None:
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            logger.warning("report_to=trackio: not logged in to the hub; the dashboard stays local")
+            args.trackio_space_id = None
     if args.push_to_hub:
         from kedge.reporting.hub import PushOnSave, build_hub
 
         callbacks.append(PushOnSave(build_hub(args)))
     if (context := launch_context()) is not None:
         callbacks.append(Reporting(context, main=args.process_index == 0))
-    return callbacks
+    rank, local_rank = accelerator.process_index, accelerator.local_process_index
+    return Callbacks(args, callbacks, rank=rank, local_rank=local_rank)
 
 
 class Reporting(TrainerCallback):

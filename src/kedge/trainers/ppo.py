@@ -16,6 +16,7 @@ from kedge.algorithms.transforms import divide_by_length
 from kedge.config.ppo import PPOConfig
 from kedge.math.advantage import length_adaptive_lambda
 from kedge.math.losses import Clip, RatioMask
+from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
 from kedge.trainers.base import TrainerShell
 from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses
@@ -24,7 +25,7 @@ from kedge.trainers.spec import SharedArguments, TrainerSpec, filter_responses
 def build_ppo(args: PPOConfig, reward_weights: Sequence[float] | None = None) -> Algorithm:
     """PPO with the options, filters and penalties of the config."""
     if args.credit == "turn" and args.lam_alpha:
-        raise ValueError(
+        raise ConfigError(
             f"lam_alpha={args.lam_alpha} counts tokens; lambda would be 0 up to"
             f" {1 / args.lam_alpha:.3g} turns. With credit='turn' set lam instead"
         )

@@ -13,10 +13,11 @@ from kedge.algorithms import Algorithm, rloo
 from kedge.algorithms.transforms import mask_truncated
 from kedge.config.rloo import RLOOConfig
 from kedge.math.losses import Clip
+from kedge.models.load import find_tokenizer, pick_tokenizer
 from kedge.records.errors import ConfigError
 from kedge.suggestions import suggest_names
-from kedge.trainers.assembly.setup import find_tokenizer, pick_tokenizer
 from kedge.trainers.base import TrainerShell
+from kedge.trainers.options import loading_options
 from kedge.trainers.spec import SharedArguments, TrainerSpec, log_trl_names, rename_arguments
 
 _OLDER_NAMES = {
@@ -104,7 +105,8 @@ class RLOOTrainer(TrainerShell):
         args = bound.pop("args", None)
         if arguments.get("reward_model") is not None:
             given = bound.get("processing_class")
-            tokenizer = find_tokenizer(given, bound.get("model"), args)
+            loading = {} if args is None else loading_options(args)
+            tokenizer = find_tokenizer(given, bound.get("model"), loading)
             bound["processing_class"] = pick_tokenizer(given, tokenizer)
             bound["reward_funcs"] = score_texts(bound["reward_funcs"], tokenizer)
         super().__init__(args, **bound)

@@ -16,6 +16,8 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from kedge.checkpoint import checkpoint
+from kedge.checkpoint.replay import RolloutRecorder, RolloutReplay
+from kedge.loop.batch_sizes import BatchSizes
 from kedge.output import share_weights
 from kedge.records.errors import CheckpointError, way_out
 from kedge.records.protocols import EngineInfo, Hook, read_info
@@ -34,6 +36,21 @@ VALUE_FOLDER = "value_model"
 def recording_fingerprint(sampling: Sampling) -> dict[str, Any]:
     """Settings that a recording and a replaying run must share."""
     return {"temperature": sampling.temperature, "stop_ids": [*sampling.stop_ids]}
+
+
+def open_replay(
+    folder: str | None, sampling: Sampling, sizes: BatchSizes, *, rank: int
+) -> RolloutReplay | None:
+    """The recording in ``folder``, if one is named; of batches with these sizes."""
+    if folder is None:
+        return None
+    return RolloutReplay(
+        folder,
+        settings=recording_fingerprint(sampling),
+        rank=rank,
+        world_size=sizes.world_size,
+        rows=sizes.local_rows,
+    )
 
 
 @dataclass(kw_only=True)
@@ -135,8 +152,6 @@ class Run(RunParts):
             link(handler.callbacks, args)
         recorder = None
         if args.save_rollouts is not None:
-            from kedge.checkpoint.replay import RolloutRecorder
-
             with required_write("save_rollouts", args.save_rollouts):
                 recorder = RolloutRecorder(
                     args.save_rollouts,

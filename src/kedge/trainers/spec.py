@@ -17,14 +17,13 @@ from kedge.algorithms.transforms import (
     mask_truncated,
     penalize_overlong,
     resample_uniform_groups,
-    without_reference,
 )
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
 from kedge.loop.metrics import TRL_NAMES
 from kedge.records.errors import ConfigError
-from kedge.records.protocols import RolloutEngine
+from kedge.records.protocols import EngineInfo, RolloutEngine, check_declared
 from kedge.rewards.build import as_list
 
 if TYPE_CHECKING:
@@ -34,21 +33,6 @@ if TYPE_CHECKING:
 
 MetricNames = Callable[[Mapping[str, float]], dict[str, float]]
 _ALGORITHM, _VALUE = "algorithm", "value model"  # sections of options
-
-
-def size_options(args: OnPolicyConfig) -> dict[str, Any]:
-    """The options that ``compute_batch_sizes`` takes."""
-    return {
-        "per_device_train_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "num_mini_batches": args.num_mini_batches,
-        "num_ppo_epochs": args.num_ppo_epochs,
-        "num_generations": args.num_generations,
-        "total_episodes": args.total_episodes,
-        "max_steps": args.max_steps,
-        "num_train_epochs": args.num_train_epochs,
-        "max_tokens_per_micro_batch": args.max_tokens_per_micro_batch,
-    }
 
 
 def filter_responses(algorithm: Algorithm, args: PPOConfig | GRPOConfig) -> Algorithm:
@@ -85,39 +69,8 @@ class TrainerSpec:
     command: str = "kedge.cli.ppo"
     learners: Callable[[Any], int] | None = None  # that the command starts on a cluster
 
-    def checked_args(self, args: Any) -> OnPolicyConfig:
-        """A checked copy of the config, or of the default one for None."""
-        args = self.config() if args is None else args
-        if not isinstance(args, self.config):
-            raise ConfigError(
-                f"args must be a kedge.{self.config.__name__}, got a {type(args).__name__}; pass"
-                " models by keyword: model=, ref_model="
-            )
-        return args.checked()
 
-    def build_algorithm(
-        self,
-        args: OnPolicyConfig,
-        custom: Any = None,
-        *,
-        ref_model: Any = None,
-        value_model: Any = None,
-        reward_weights: Sequence[float] | None = None,
-    ) -> Algorithm:
-        """The trainer's algorithm with the options of the config, or a custom one."""
-        if custom is not None:
-            _check_custom(args, custom, value_model)
-            return custom
-        reference = ref_model is not None or args.kl_coef > 0 or args.loss_kl_coef > 0
-        try:
-            weights = args.reward_weights if reward_weights is None else reward_weights
-            algorithm = self.algorithm(args, weights)
-        except ValueError as error:  # contradictory options
-            raise ConfigError(str(error)) from error
-        return algorithm if reference else without_reference(algorithm)
-
-
-def _check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any) -> None:
+def check_custom(args: OnPolicyConfig, algorithm: Any, value_model: Any = None) -> None:
     """Reject trainer options that a custom algorithm would silently ignore."""
     if not isinstance(algorithm, Algorithm):
         suggestion = "; call the function" if callable(algorithm) else ""
@@ -212,7 +165,20 @@ class TrainerInputs:
 
     def __post_init__(self) -> None:
         check_kinds(self)
+        if self.algorithm is not None:
+            check_custom(self.args, self.algorithm, self.value_model)
         check_verifiers(self)
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """The weight of each reward source, models first; None: 1 each."""
+        return self.args.reward_weights if self.reward_weights is None else self.reward_weights
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the trainer is of a subclass that trains by itself."""
+        kinds = type(self.trainer).__mro__
+        return any("train" in vars(k) for k in kinds if not k.__module__.startswith("kedge."))
 
 
 def check_kinds(inputs: TrainerInputs) -> None:
@@ -232,6 +198,8 @@ def check_kinds(inputs: TrainerInputs) -> None:
         if value is not None and (missing or isinstance(value, type)):
             lacks = f" (missing: {', '.join(missing)})" if missing else ""
             raise ConfigError(f"{name}={format_value(value)} must be {kind}{lacks}")
+    names = ("slots", "updates_in_flight", "many_turns", "keep_prefixes", "stage_weights")
+    check_declared(inputs.rollout_engine, EngineInfo, *names)
     task = getattr(inputs.peft_config, "task_type", None)
     task = getattr(task, "value", task)
     if task not in (None, "CAUSAL_LM"):

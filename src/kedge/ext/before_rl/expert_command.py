@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kedge.cli.flags import Flags
-from kedge.config.common import EnvironmentArguments
+from kedge.config.declare import read_mapping
 from kedge.output import check_file, write_jsonl
 from kedge.records.errors import ConfigError
 
@@ -32,11 +32,10 @@ def main(argv: Sequence[str]) -> None:
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} must be at least 1")
     check_file("--output", args.output)
+    from kedge.environments.load import load_environment
     from kedge.ext.before_rl.experts import expert_episodes
-    from kedge.trainers.assembly.environments import load_environment
 
-    options = EnvironmentArguments(environment_kwargs=args.environment_kwargs)
-    make = load_environment(args.environment, options)
+    make = load_environment(args.environment, read_mapping(args.environment_kwargs))
     assert not isinstance(make, Mapping)  # a name is that of one environment
     seeds = range(args.first_seed, args.first_seed + args.episodes)
     rows = list(expert_episodes(make, seeds, noise=args.noise, max_turns=args.max_turns))

@@ -106,10 +106,11 @@ def build_judge(flags: argparse.Namespace) -> Judge:
 
 def load_scores(name: str) -> Any:
     """A function that scores complete answers with a reward model."""
-    from kedge.rewards.build import find_tokenizer, load_model
+    from kedge.models.load import tokenizer_beside
+    from kedge.rewards.build import load_model
     from kedge.rewards.model import RewardModel
 
-    model, tokenizer = RewardModel(load_model(name)), find_tokenizer(name)
+    model, tokenizer = RewardModel(load_model(name)), tokenizer_beside(name)
     if tokenizer is None:
         raise ConfigError(f"--reward_model {name} must include a tokenizer")
 

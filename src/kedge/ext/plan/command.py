@@ -30,6 +30,7 @@ from kedge.cli.model_arguments import get_peft_config
 from kedge.cli.ppo import ModelPaths, load_algorithm, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages
+from kedge.learner.models import value_start
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length
 from kedge.models.freezing import freeze_attention, train_top_layers
@@ -41,9 +42,9 @@ from kedge.records.errors import ConfigError
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import find_trainer, load_trainer, trainer_commands
-from kedge.trainers.assembly.models import value_start
-from kedge.trainers.assembly.setup import build_prompts, build_sampling
-from kedge.trainers.spec import size_options
+from kedge.trainers.options import sampling_options, size_options, value_arguments
+from kedge.trainers.prompts import build_prompts
+from kedge.trainers.spec import check_custom
 
 USAGE = f"""\
 usage: kedge plan COMMAND [--num_processes N] [--measure] [flags of that command]
@@ -142,12 +143,14 @@ def plan(
     spec, trust = find_trainer(config).SPEC, options.model.trust_remote_code
     command = import_module(spec.command)
     tokenizer, revision = command.load_run_tokenizer(options, names), options.model.model_revision
-    build_sampling(
+    sampling_options(
         config,
         eos_token_ids(names.policy, tokenizer, revision=revision, trust_remote_code=trust),
     )
     custom = load_algorithm(script.algorithm, script.algorithm_kwargs)
-    algorithm = spec.build_algorithm(config, custom)
+    if custom is not None:
+        check_custom(config, custom)
+    algorithm = custom or spec.algorithm(config, config.reward_weights)
     world_size, columns = processes or config.world_size or 1, None
     if script.dataset_name is None and not script.dataset_mixer_list:
         if config.total_episodes is None and config.max_steps <= 0:
@@ -477,11 +480,12 @@ class Estimate:
         source, role, activations = self.options.script.value_model_path, "value", 0.0
         both = ("total", "trained")
         frozen = self.adapter is not None or self.config.train_layers is not None
-        plays, rewarded = self.config.environment, bool(self.names.reward)
-        start = value_start(self.config, plays=plays, rewarded=rewarded, frozen=frozen)
+        options, plays = value_arguments(self.config), self.config.environment is not None
+        rewarded = bool(self.names.reward)
+        start = value_start(options.value_source, plays=plays, rewarded=rewarded, frozen=frozen)
         if source is None and start != "policy":
             source = self.names.policy if start == "copy" else self.names.reward
-        if getattr(self.config, "value_adapter", False):
+        if options.value_adapter:
             role, count = "value adapter", dict.fromkeys(both, policy.trained + self.dims.hidden)
             activations = self.activations(self.dims)
         elif source is None:  # the head reads the policy's passes
@@ -490,7 +494,7 @@ class Estimate:
             count = count_parameters(
                 config := self.read(source),
                 train_layers=self.config.train_layers,
-                without_attention=getattr(self.config, "freeze_value_attention", False),
+                without_attention=options.freeze_value_attention,
             )
             activations = self.activations(read_dims(config))
         return ModelMemory(role=role, **count, optimizer_width=self.state, activations=activations)

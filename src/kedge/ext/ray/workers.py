@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging.handlers
 import pickle
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from kedge.ops.kernels import Kernels
 from kedge.records.errors import ConfigError, RewardError, RolloutError
 from kedge.records.protocols import RewardInfo, RewardSource, read_info
 from kedge.records.types import RewardOutput, Rollout
+from kedge.rewards.build import RewardOptions
 from kedge.rewards.mixture import SlowCalls
 from kedge.rollout.engines import start_all, without_columns
 from kedge.rollout.liveness import WorkerLimits
@@ -85,21 +86,13 @@ class ActorPool:
 
 
 class RewardActor:
-    """A reward source inside an actor, made by ``make`` with options of models and functions."""
+    """A reward source inside an actor, which ``make`` makes with these options."""
 
-    def __init__(
-        self,
-        make: Callable[..., RewardSource],
-        models: Mapping[str, Any],
-        functions: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, make: Callable[..., RewardSource], options: RewardOptions) -> None:
         self._state, self._notes = None, logging.handlers.BufferingHandler(capacity=100)
         logging.getLogger("kedge").addHandler(self._notes)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._source = make(
-            models={**models, "device": device},
-            functions={**functions, "trainer_state": lambda: self._state},
-        )
+        self._source = make(options, device=device, trainer_state=lambda: self._state)
 
     def info(self) -> RewardInfo:
         """What can be sent of the source's ``info``."""

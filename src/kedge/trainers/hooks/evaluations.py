@@ -13,8 +13,8 @@ from kedge.records.errors import CheckpointError
 from kedge.records.protocols import Hook
 from kedge.records.types import StepReport
 from kedge.reporting.responses import IntervalSchedule, completion_rows
-from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.hooks.parts import RunParts
+from kedge.trainers.prompts import EvalSet
 
 TEMPERATURE = 0.01  # arXiv:2403.17031 evaluates nearly greedily
 TABLE_ROWS = 5  # rows per table of a training batch

@@ -10,8 +10,8 @@ from kedge.config.base import OnPolicyConfig
 from kedge.learner.learner import HFLearner
 from kedge.loop.loop import Engine
 from kedge.reporting.base import BestEffortWriter
-from kedge.trainers.assembly.setup import EvalSet
 from kedge.trainers.hf_callbacks import Callbacks, RunState
+from kedge.trainers.prompts import EvalSet
 from kedge.trainers.spec import MetricNames
 
 logger = logging.getLogger(__name__)

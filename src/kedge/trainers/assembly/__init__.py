@@ -1,1 +1,0 @@
-"""Builds everything a run needs from the user's arguments."""
