@@ -116,9 +116,9 @@ def two(prompts):
     return [2.0] * len(prompts)
 
 
-def build(*args, **options):
-    model, functions = (*args, None, None)[:2]
-    return reward_source(model, functions, RewardOptions(policy_tokenizer=TOKENIZER, **options))
+def build(model=None, functions=None, *, device=None, **options):
+    how = RewardOptions(policy_tokenizer=TOKENIZER, **options)
+    return reward_source(model, functions, how, device=device)
 
 
 def test_the_builder_mixes_models_functions_and_sources():
@@ -130,7 +130,8 @@ def test_the_builder_mixes_models_functions_and_sources():
         [two, lambda prompts: [1, 1, None], two, ConstantReward(5.0)],
         weights=[3.0, 1.0, 1.0, 10.0, 1.0],
         missing_eos_penalty=100.0,
-        models={"chunk_rows": 2, "device": torch.device("cpu")},
+        models={"chunk_rows": 2},
+        device=torch.device("cpu"),
     )
     judged = source.score(rollout)
     want = alone * 3 + 2 + torch.tensor([1.0, 1.0, 0.0]) + 20 + 5 - torch.tensor([0.0, 100.0, 0.0])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
@@ -25,9 +25,6 @@ from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import RolloutEngineSpec, find_engine, load_workers, vllm_limit
 from kedge.data import DatasetPrompts
 from kedge.data.prompts import pad_id
-from kedge.environments import EnvironmentRollouts
-from kedge.environments.episode import check_turns_end
-from kedge.environments.load import Environments, check_conversations
 from kedge.learner.distributed import accelerator_for
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
@@ -46,15 +43,17 @@ from kedge.records.protocols import EngineInfo, RewardInfo, RewardSource, Rollou
 from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
-from kedge.rollout.engines import EngineInputs, RankGroups, RankSharedEngine
 from kedge.trainers import options
 from kedge.trainers.advice import SETTINGS, Settings, apply
-from kedge.trainers.environments import resolve_environment
 from kedge.trainers.hf_callbacks import build_callbacks
 from kedge.trainers.launch import launch_context
 from kedge.trainers.prompts import build_eval_sets, build_prompts, check_prompts
 from kedge.trainers.run import Run, open_replay
 from kedge.trainers.spec import TrainerInputs
+
+if TYPE_CHECKING:
+    from kedge.environments import EnvironmentRollouts
+    from kedge.environments.load import Environments
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def assemble(inputs: TrainerInputs) -> Run:
     """Build everything a run needs; all options are checked before any weights are loaded."""
     # ---- Check everything ----
     # Environments: however they were given, from here on there is one way.
-    inputs, environments = resolve_environment(inputs)
+    inputs, environments = find_environments(inputs)
     args, spec, plays = inputs.args, inputs.spec, environments is not None
     check_targets(args)
     accelerator, engine = accelerator_for(args), find_engine(args)
@@ -188,8 +187,22 @@ class Setup:
 # -- checks ----------------------------------------------------------------------------------------
 
 
+def find_environments(inputs: TrainerInputs) -> tuple[TrainerInputs, Environments | None]:
+    """The environments, whose modules are loaded only where something plays."""
+    environments = None
+    if inputs.gives_episodes:
+        from kedge.trainers.environments import resolve_environment
+
+        inputs, environments = resolve_environment(inputs)
+    options.check_limits(inputs.args, plays=environments is not None)
+    return inputs, environments
+
+
 def check_environments(setup: Setup, environments: Environments) -> None:
     """Check that turns can end, and that prompts and the chat template suit the environments."""
+    from kedge.environments.episode import check_turns_end
+    from kedge.environments.load import check_conversations
+
     args = setup.args
     check_turns_end(setup.sampling, args.max_turn_tokens)
     environments.check_columns(setup.prompts)
@@ -320,6 +333,8 @@ def build_rollout_engine(setup: Setup, models: Models, learner: HFLearner) -> Ro
     args, spec, sampling = setup.args, setup.engine, setup.sampling
     if setup.ready is not None:
         return setup.ready
+    from kedge.rollout.engines import EngineInputs, RankGroups, RankSharedEngine
+
     extra = setup.algorithm.extra_column
     inputs = EngineInputs(
         policy=models.policy_copy or learner.policy,
@@ -357,6 +372,8 @@ def play(
     reward: RewardSource,
 ) -> EnvironmentRollouts:
     """Put the environments around the engine, which samples their turns."""
+    from kedge.environments import EnvironmentRollouts
+
     args = setup.args
     limits = filter(None, [models.context, *vllm_limit(args).values()])
     return EnvironmentRollouts(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from kedge.background import CallThread
-from kedge.config.common import EnvironmentArguments
 from kedge.config.declare import read_mapping
 from kedge.environments import EpisodeReward, FunctionRollouts, tool_environments
 from kedge.environments.load import EMPTY_PROMPT, Environments, Make, add_prompts, load_environment
@@ -25,27 +24,23 @@ def resolve_environment(inputs: TrainerInputs) -> tuple[TrainerInputs, Environme
     prompts or engine that these imply, and none of the four: nothing else looks at them.
     """
     args, tools = inputs.args, inputs.tools or inputs.environment_factory
-    ways = {
+    given = {
         "environment": inputs.environment,
         "environment (option)": args.environment,
         "rollout_func": inputs.rollout_func,
         "tools or environment_factory": tools,
         "rollout_engine": inputs.rollout_func and inputs.rollout_engine is not None,
     }
-    both = [name for name, value in ways.items() if value][:2]
+    both = [name for name, value in given.items() if value][:2]
     if len(both) > 1:
         raise ConfigError(f"{' and '.join(both)} both decide how episodes are sampled; pass one")
     environment = inputs.environment or args.environment
     if args.environment_kwargs is not None and not environment:
         raise ConfigError("environment_kwargs needs environment; set it, or leave the kwargs out")
-    resolved = replace(
-        inputs, environment=None, tools=None, environment_factory=None, rollout_func=None
-    )
-    if not (environment or tools):
-        if inputs.rollout_func is not None:
-            resolved = replace(resolved, rollout_engine=_function_engine(inputs))
-        _refuse_limits(args)
-        return resolved, None
+    ways = ("environment", "tools", "environment_factory", "rollout_func")
+    none: dict[str, Any] = dict.fromkeys(ways)
+    if inputs.rollout_func is not None:
+        return replace(inputs, rollout_engine=_function_engine(inputs), **none), None
     if tools:
         make, scored = _tool_environments(inputs)
     else:
@@ -60,23 +55,14 @@ def resolve_environment(inputs: TrainerInputs) -> tuple[TrainerInputs, Environme
     if weights is not None and len(weights) == len(rewards) + len(models):
         weights = [*weights, 1.0]  # the weight of the environments
     resolved = replace(
-        resolved,
+        inputs,
+        **none,
         reward_funcs=[*rewards, EpisodeReward()],
         reward_weights=weights,
         train_dataset=_prompts(inputs, make),
         eval_dataset=_fill_prompts(inputs, inputs.eval_dataset),
     )
     return resolved, Environments(make=make, own_tools=bool(tools))
-
-
-def _refuse_limits(args: EnvironmentArguments) -> None:
-    """Refuse limits of episodes where nothing plays."""
-    for f in fields(EnvironmentArguments):
-        if (value := getattr(args, f.name)) != f.default:
-            raise ConfigError(
-                f"{f.name}={value!r} has no effect without an environment; leave it"
-                " out, or pass environment, tools or environment_factory"
-            )
 
 
 def _function_engine(inputs: TrainerInputs) -> FunctionRollouts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -19,7 +19,6 @@ from kedge.config.common import EnvironmentArguments, GroupArguments
 from kedge.config.declare import read_mapping
 from kedge.config.ppo import PPOConfig, ValueArguments
 from kedge.config.rollout_engines import RolloutEngineSpec
-from kedge.environments import EpisodeLimits
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.models import ModelOptions
 from kedge.learner.settings import LearnerSettings
@@ -30,6 +29,9 @@ from kedge.records.errors import ConfigError
 from kedge.records.types import Sampling
 from kedge.rewards.build import RewardOptions, as_list
 from kedge.trainers.spec import TrainerInputs
+
+if TYPE_CHECKING:
+    from kedge.environments import EpisodeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +276,8 @@ def learner_settings(
 
 def episode_limits(args: EnvironmentArguments, *, context: int | None = None) -> EpisodeLimits:
     """What ends an episode; ``context``: tokens that the models can read, None: the engine's."""
+    from kedge.environments import EpisodeLimits
+
     return EpisodeLimits(
         max_turns=args.max_turns,
         max_turn_tokens=args.max_turn_tokens,
@@ -286,6 +290,16 @@ def episode_limits(args: EnvironmentArguments, *, context: int | None = None) ->
         on_env_error=args.on_env_error,
         env_error_score=args.env_error_score,
     )
+
+
+def check_limits(args: EnvironmentArguments, *, plays: bool) -> None:
+    """Refuse limits of episodes where nothing plays."""
+    for f in fields(EnvironmentArguments):
+        if not plays and (value := getattr(args, f.name)) != f.default:
+            raise ConfigError(
+                f"{f.name}={value!r} has no effect without an environment; leave it"
+                " out, or pass environment, tools or environment_factory"
+            )
 
 
 def correction_options(args: OnPolicyConfig) -> CorrectionOptions:

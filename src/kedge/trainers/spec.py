@@ -175,6 +175,13 @@ class TrainerInputs:
         return self.args.reward_weights if self.reward_weights is None else self.reward_weights
 
     @property
+    def gives_episodes(self) -> bool:
+        """Whether something says how episodes are sampled, in one of several ways."""
+        ways = (self.tools, self.environment_factory, self.rollout_func)
+        named = (self.environment, self.args.environment, self.args.environment_kwargs)
+        return any(ways) or any(x is not None for x in named)
+
+    @property
     def own_loop(self) -> bool:
         """Whether the trainer is of a subclass that trains by itself."""
         kinds = type(self.trainer).__mro__

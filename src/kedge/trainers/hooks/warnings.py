@@ -64,7 +64,7 @@ class Warnings(RunParts, Hook):
     def on_step_end(self, report: StepReport) -> None:
         """Apply the rules of single iterations; let the doctor read new rows."""
         self._last.append(report.metrics)
-        delay = getattr(self.args, "value_warmup_steps", 0)  # then the rate rises to its peak
+        delay = self.engine.value_warmup_steps  # then the rate rises to its peak
         rise = self.args.get_warmup_steps(max(1, self.state.max_steps - delay))
         iteration = Iteration(
             args=self.args, last=tuple(self._last), at_peak=report.step == 1 + delay + rise
