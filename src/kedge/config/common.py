@@ -187,20 +187,7 @@ class KLArguments:
     adaptive_kl: bool = option(False, "Adapt kl_coef so that the KL approaches kl_target.")
     kl_target: Positive = option(6.0, "Target KL of adaptive_kl, in nats per response.")
     kl_horizon: Positive = option(10000.0, "Horizon of adaptive_kl, in responses.")
-    entropy_coef: NonNegative = option(
-        0.0, "Weight of the entropy bonus in the loss, per token; the first one if adaptive."
-    )
-    use_adaptive_entropy: bool = option(
-        False, "Adapt entropy_coef so that the entropy stays above entropy_target."
-    )
-    entropy_coef_min: NonNegative = option(0.0, "Lower bound of the adaptive entropy_coef.")
-    entropy_coef_max: NonNegative = option(1.0, "Upper bound of the adaptive entropy_coef.")
-    entropy_coef_delta: NonNegative = option(
-        0.005, "Change of the adaptive entropy_coef per optimizer step."
-    )
-    entropy_target: NonNegative = option(
-        0.2, "Nats per token at or below which the adaptive bonus acts."
-    )
+    entropy_coef: NonNegative = option(0.0, "Weight of the entropy bonus in the loss, per token.")
 
 
 @dataclass

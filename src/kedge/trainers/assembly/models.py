@@ -412,7 +412,7 @@ class LearnerStage:
             and not self.setup.engine.copies_weights
             and self.setup.inputs.rollout_engine is None,  # other engines are verified anyway
             allow_low_precision_weights=args.allow_low_precision_weights,
-            entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
+            entropy_grad=bool(args.entropy_coef),
             cache_trunk=args.cache_trunk,
             reference_sync_steps=getattr(args, "sync_ref_model", False)
             and getattr(args, "ref_model_sync_steps", 512),

@@ -20,7 +20,7 @@ from kedge.data import DatasetPrompts
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
-from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
+from kedge.loop.control import AdaptiveKL, FixedKL
 from kedge.loop.loop import Engine
 from kedge.math.ratios import Correction
 from kedge.math.running import RunningMoments
@@ -168,14 +168,7 @@ def build_engine(
         correction=rollout.correction,
         value_warmup_steps=setup.value_warmup_steps,
         value_passes=getattr(args, "num_value_epochs", 1),
-        entropy_bonus=EntropyBonus(
-            coef=args.entropy_coef,
-            adaptive=args.use_adaptive_entropy,
-            target=args.entropy_target,
-            delta=args.entropy_coef_delta,
-            low=args.entropy_coef_min,
-            high=args.entropy_coef_max,
-        ),
+        entropy_coef=args.entropy_coef,
         reward_scale=RunningMoments(learner.all_reduce)
         if getattr(args, "scale_rewards", None) == "running"
         else None,
