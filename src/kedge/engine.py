@@ -29,7 +29,7 @@ from kedge.learner.learner import HFLearner as Learner
 from kedge.learner.reference import FrozenModel
 from kedge.learner.settings import LearnerSettings
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
-from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL, StepControl, StepLimits
+from kedge.loop.control import AdaptiveKL, FixedKL, StepControl, StepLimits
 from kedge.loop.loop import Engine as Loop
 from kedge.loop.stages import EpochPlan, make_experience, micro_batches, optimize
 from kedge.loop.updater import Updater
@@ -73,7 +73,7 @@ __all__ += ["Loss", "Receipt"]
 # What samples, scores and trains; and the loop.
 __all__ += ["DatasetPrompts", "EmbeddedEngine", "FrozenModel", "Learner", "LearnerSettings"]
 __all__ += ["PromptSource", "RewardModel", "RewardSource", "RolloutEngine", "fingerprint"]
-__all__ += ["AdaptiveKL", "BatchSizes", "Correction", "EntropyBonus", "EpochPlan", "FixedKL"]
+__all__ += ["AdaptiveKL", "BatchSizes", "Correction", "EpochPlan", "FixedKL"]
 __all__ += ["Hook", "Loop", "StepControl", "StepLimits", "StepReport", "Updater"]
 __all__ += ["compute_batch_sizes", "make_experience", "micro_batches", "optimize", "scalar_model"]
 # Algorithms: parts that they share, and transforms.

@@ -101,7 +101,7 @@ def whole_run(max_lag: int = 0, **changes: Any) -> Outcome:
 CRITIC = {"value_source": "copy", "freeze_value_attention": True, "num_value_epochs": 2}
 CRITIC |= {"value_warmup_steps": 4, "warmup_steps": 1, "lr_scheduler_type": "cosine"}
 CRITIC |= {"scale_rewards": "running"}
-BONUS = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}
+BONUS = {"entropy_coef": 0.1}
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_lag": 2}, {"train_layers": 1, **BONUS}, CRITIC])

@@ -14,7 +14,7 @@ from kedge.algorithms.transforms import divide_by_length
 from kedge.cli.arguments import parse
 from kedge.config.ppo import RECIPES
 from kedge.learner.reference import frozen_copy
-from kedge.loop.control import EntropyBonus, StepControl
+from kedge.loop.control import StepControl
 from kedge.loop.stages import EpochPlan, make_experience, optimize
 from kedge.math.losses import RatioMask, masked_policy_loss
 from kedge.math.ratios import Correction
@@ -119,32 +119,22 @@ class TestEntropyBonus:
         for coef in (10.0, 0.0, -10.0):
             found = learner(entropy_grad=True)
             plan = EpochPlan(epochs=5, minibatches=1, micro_rows=3, seed=0)
-            control = StepControl(entropy_bonus=EntropyBonus(coef=coef))
+            control = StepControl(entropy_coef=coef)
             optimize(experience(rollout()), found, ppo(), plan, control)
             entropies[coef] = take_step(found)["policy/entropy_avg"]
         assert entropies[10.0] > entropies[0.0] + 1e-3
         assert entropies[-10.0] < entropies[0.0] - 0.1
 
-    def test_where_no_token_trains_neither_policy_nor_coefficient_moves(self):
+    def test_where_no_token_trains_the_policy_does_not_move(self):
         found = learner(entropy_grad=True)
         take_step(found)  # momentum
-        bonus = EntropyBonus(coef=0.1, adaptive=True, target=9.0)
         data = experience(rollout())
         data = replace(data, loss_mask=torch.zeros_like(data.loss_mask))
         before = {n: p.detach().clone() for n, p in found.policy.named_parameters()}
         plan = EpochPlan(epochs=1, minibatches=1, micro_rows=3, seed=0)
-        metrics = optimize(data, found, ppo(), plan, StepControl(entropy_bonus=bonus))
+        metrics = optimize(data, found, ppo(), plan, StepControl(entropy_coef=0.1))
         assert all(torch.equal(p, before[n]) for n, p in found.policy.named_parameters())
-        assert (bonus.coef, "val/ratio" in metrics) == (0.1, False)
-
-    def test_adaptive_by_hand(self):
-        bonus = EntropyBonus(coef=0.02, adaptive=True, target=1.0, delta=0.01, high=0.03)
-        seen = [bonus.update({"policy/entropy_avg": x}) for x in (0.5, 0.9, 1.1, 1.2, 1.3, 1.4)]
-        coefs = [x["policy/entropy_coef"] for x in seen]
-        assert coefs == pytest.approx([0.03, 0.03, 0.02, 0.01, 0.0, 0.0])
-        again = EntropyBonus(adaptive=True)
-        again.load_state_dict(bonus.state_dict())
-        assert (again.coef, again.last) == (bonus.coef, 1.4)
+        assert "val/ratio" not in metrics
 
 
 class TestCritic:
@@ -246,13 +236,6 @@ class TestRecipe:
             PPOConfig.recipe("soa", **given)
         with pytest.raises(ConfigError, match="--recipe sao is for PPO: it sets "):
             parse(["--recipe", "sao"], prog="kedge grpo", config=GRPOConfig)
-
-    def test_a_bad_pair(self, tmp_path):
-        with pytest.raises(ConfigError, match=r"entropy_coef_min=2\.0 must be at most"):
-            PPOConfig(
-                output_dir=str(tmp_path), use_adaptive_entropy=True, entropy_coef_min=2.0,
-                use_cpu=True,
-            )  # fmt: skip
 
     def test_as_completed_the_critic_trains_first(self):
         """Lag and schedule of the recipe itself: no row older than 1, no step of the policy."""

@@ -183,8 +183,7 @@ def divide_by_length(algorithm: Algorithm, *, response_length: int) -> Algorithm
 def add_entropy(algorithm: Algorithm, coef: float) -> Algorithm:
     """The loss minus ``coef`` times the mean entropy per token.
 
-    ``EntropyBonus`` of the loop keeps a coefficient that adapts, and the learner computes entropies
-    with a gradient where its options ask for a bonus.
+    The learner computes entropies with a gradient where its options ask for a bonus.
     """
 
     def loss(new: PolicyOutput, mb: MicroBatch) -> Loss:

@@ -267,9 +267,6 @@ def _check_responses(c: Any) -> None:
         )
     if c.on_reward_error == "score" and c.reward_error_score is None:
         raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
-    low, high = c.entropy_coef_min, c.entropy_coef_max
-    if c.use_adaptive_entropy and low > high:
-        raise ConfigError(f"entropy_coef_min={low} must be at most entropy_coef_max={high}")
     if c.adaptive_kl and c.kl_coef == 0:
         raise ConfigError(
             "adaptive_kl=True multiplies kl_coef, so kl_coef=0 would stay 0; set kl_coef=0.05"

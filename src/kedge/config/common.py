@@ -213,23 +213,7 @@ class KLArguments:
         10000.0, "Over how many responses adaptive_kl changes kl_coef: the more, the more slowly."
     )
     entropy_coef: NonNegative = option(
-        0.0,
-        "The weight of the entropy bonus in the loss, or the first one with use_adaptive_entropy.",
-    )
-    use_adaptive_entropy: bool = option(
-        False, "Change entropy_coef during training so that the entropy stays above entropy_target."
-    )
-    entropy_coef_min: NonNegative = option(
-        0.0, "The smallest entropy_coef that use_adaptive_entropy may choose."
-    )
-    entropy_coef_max: NonNegative = option(
-        1.0, "The largest entropy_coef that use_adaptive_entropy may choose."
-    )
-    entropy_coef_delta: NonNegative = option(
-        0.005, "By how much use_adaptive_entropy changes entropy_coef in an optimizer step."
-    )
-    entropy_target: NonNegative = option(
-        0.2, "use_adaptive_entropy raises the bonus at this entropy or below, in nats per token."
+        0.0, "The weight of the entropy bonus in the loss, per token."
     )
 
 

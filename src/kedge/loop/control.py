@@ -1,4 +1,4 @@
-"""What adapts or limits training: KL coefficient, entropy bonus, limits of optimizer steps."""
+"""What adapts or limits training: KL coefficient, limits of optimizer steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.algorithms.base import Algorithm
-from kedge.algorithms.transforms import add_entropy
 from kedge.records.protocols import ShouldApply
 
-ENTROPY, COEF = "policy/entropy_avg", "policy/entropy_coef"
 RATIO = "val/ratio"
 KL = "policy/policykl_avg"
 
@@ -52,53 +49,6 @@ class AdaptiveKL(FixedKL):
         self.value *= 1 + error * episodes / self.horizon
 
 
-@dataclass(slots=True, kw_only=True)
-class EntropyBonus:
-    """Adds -coef x (mean entropy per token) to the loss of any algorithm.
-
-    The adaptive coefficient rises by ``delta`` after an optimizer step whose entropy was at most
-    ``target``, else it falls; it acts only in the steps after a step at or below the target
-    (Skywork-OR1, arXiv:2505.22312, as in TRL).
-    """
-
-    coef: float = 0.0  # initial value if adaptive
-    adaptive: bool = False  # whether the coefficient adapts, as configured below
-    target: float = 0.2  # nats per token
-    delta: float = 0.005  # change of the coefficient per optimizer step
-    low: float = 0.0  # bounds of the coefficient
-    high: float = 1.0
-    last: float = float("inf")  # entropy in nats per token at the last optimizer step
-
-    @property
-    def active(self) -> bool:
-        """Whether the entropy needs a gradient in this run."""
-        return self.coef != 0 or self.adaptive
-
-    def add_to(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with the bonus of the next optimizer step."""
-        coef = self.coef if not self.adaptive or self.last <= self.target else 0.0
-        return add_entropy(algorithm, coef) if self.active else algorithm
-
-    def update(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adapt to the metrics of an optimizer step; returns the coefficient as a metric."""
-        if not self.active:
-            return {}
-        if self.adaptive:
-            self.last = metrics[ENTROPY]
-            step = self.delta if self.last <= self.target else -self.delta
-            self.coef = min(max(self.coef + step, self.low), self.high)
-        return {COEF: self.coef}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The coefficient and the last entropy."""
-        return {"coef": self.coef, "last": self.last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore coefficient and entropy of an adaptive bonus."""
-        if self.adaptive and state:
-            self.coef, self.last = float(state["coef"]), float(state["last"])
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
     """Decides about each optimizer step after its backward pass and before it is applied.
@@ -127,7 +77,7 @@ class StepControl:
     """What acts around every optimizer step."""
 
     limits: StepLimits = field(default_factory=StepLimits)
-    entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
+    entropy_coef: float = 0.0  # weight of the mean entropy per token, which the loss subtracts
     before_step: Callable[[], None] = lambda: None  # a step is about to be applied
     after_step: Callable[[], None] = lambda: None
 

@@ -48,7 +48,7 @@ NAMES: dict[str, str] = {
     "1 - epsilon and negative advantage; GRPO and RLOO",
     "clip_ratio/high_mean": "the same above: ratio over 1 + epsilon_high and positive advantage",
     "policy/entropy_avg": "nats per token; entropy of the policy during training",
-    "policy/entropy_coef": "coefficient of the entropy bonus, mean over optimizer steps",
+    "policy/entropy_coef": "coefficient of the entropy bonus",
     "loss": "the minimized loss: all terms times their coefficients, mean over optimizer steps",
     "loss/policy_avg": "policy loss, mean over optimizer steps",
     "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",

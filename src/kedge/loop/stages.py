@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kedge.algorithms.base import AdvantageInputs, Algorithm
+from kedge.algorithms.transforms import add_entropy
 from kedge.loop.control import StepControl
 from kedge.math.losses import WEIGHTINGS, row_mean
 from kedge.math.ratios import Correction, importance_weights
@@ -374,17 +375,18 @@ def _optimizer_step(
         return learner.optimizer_step(
             step, algo.loss, only_value=True, skip_policy=True, should_apply=apply
         )
+    coef = control.entropy_coef
     only_value = plan.only_value or (empty and algo.needs_values)
     trains = of_value if only_value else not empty
     metrics = learner.optimizer_step(
         step,
-        control.entropy_bonus.add_to(algo).loss,
+        add_entropy(algo, coef).loss if coef else algo.loss,
         only_value=only_value,
         should_apply=control.apply_if(trains, control.limits.should_apply),
     )
     if empty:
         return _NO_STEP | {n: x for n, x in metrics.items() if n not in _OF_TOKENS}
-    return metrics if plan.only_value else metrics | control.entropy_bonus.update(metrics)
+    return metrics if plan.only_value or not coef else {**metrics, "policy/entropy_coef": coef}
 
 
 _NO_STEP = {"grad_norm": 0.0, "grad_norm/policy": 0.0}

@@ -15,7 +15,7 @@ from kedge.algorithms.base import Algorithm
 from kedge.algorithms.transforms import divide_scores, start_ratios_at_1
 from kedge.loop.batch_metrics import batch_metrics
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.control import EntropyBonus, StepControl, StepLimits
+from kedge.loop.control import StepControl, StepLimits
 from kedge.loop.metrics import check_known
 from kedge.loop.stages import EpochPlan, make_experience, optimize
 from kedge.math.ratios import Correction
@@ -42,7 +42,7 @@ class Updater:
     seed: int = 0
     value_warmup_steps: int = 0  # first iterations, which train only the value model
     value_passes: int = 1  # passes of the value model per pass of the policy
-    entropy_bonus: EntropyBonus = field(default_factory=EntropyBonus)
+    entropy_coef: float = 0.0  # see StepControl
     reward_scale: RunningMoments | None = None  # of scores, which are divided by their deviation
     correction: Correction | None = None  # importance weights of tokens
     max_token_lag: int | None = None  # tokens of older policy versions are left out of the loss
@@ -129,7 +129,7 @@ class Updater:
         )
         control = StepControl(
             limits=self.step_limits,
-            entropy_bonus=self.entropy_bonus,
+            entropy_coef=self.entropy_coef,
             before_step=self._mark_inconsistent,
             after_step=self._end_optimizer_step,
         )
@@ -183,7 +183,6 @@ class Updater:
             "step": self.step,
             "learner": self.learner.state_dict(),
             "kl": self.kl.state_dict(),
-            "entropy_bonus": self.entropy_bonus.state_dict(),
             "reward_scale": self.reward_scale and self.reward_scale.state_dict(),
         }
 
@@ -192,6 +191,5 @@ class Updater:
         self.step, self.state_consistent = int(state["step"]), True
         self.learner.load_state_dict(state["learner"])
         self.kl.load_state_dict(state["kl"])
-        self.entropy_bonus.load_state_dict(state.get("entropy_bonus", {}))
         if self.reward_scale is not None and state.get("reward_scale"):
             self.reward_scale.load_state_dict(state["reward_scale"])

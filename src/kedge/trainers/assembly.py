@@ -30,7 +30,7 @@ from kedge.learner.learner import HFLearner
 from kedge.learner.learner_state import WeightCopier
 from kedge.learner.models import ModelOptions, Models, check_models, load_models
 from kedge.loop.batch_sizes import BatchSizes
-from kedge.loop.control import AdaptiveKL, EntropyBonus, FixedKL
+from kedge.loop.control import AdaptiveKL, FixedKL
 from kedge.loop.corrections import build_correction
 from kedge.loop.loop import Engine
 from kedge.math.ratios import Correction
@@ -424,13 +424,6 @@ def build_loop(
         correction=correction,
         value_warmup_steps=learner.settings.value_warmup_steps,
         value_passes=value.num_value_epochs,
-        entropy_bonus=EntropyBonus(
-            coef=args.entropy_coef,
-            adaptive=args.use_adaptive_entropy,
-            target=args.entropy_target,
-            delta=args.entropy_coef_delta,
-            low=args.entropy_coef_min,
-            high=args.entropy_coef_max,
-        ),
+        entropy_coef=args.entropy_coef,
         reward_scale=RunningMoments(learner.all_reduce) if running else None,
     )

@@ -74,7 +74,7 @@ _ATTRIBUTES: Mapping[str, Callable[[Any], Any]] = {
     "is_deepspeed_enabled": lambda trainer: _has_plugin(trainer, "deepspeed_plugin"),
     "is_fsdp_enabled": lambda trainer: _has_plugin(trainer, "fsdp_plugin"),
     "aux_loss_enabled": lambda trainer: False,  # load-balancing losses do not exist here
-    "entropy_coef": lambda trainer: trainer.engine.entropy_bonus.coef,
+    "entropy_coef": lambda trainer: trainer.engine.entropy_coef,
     "ref_policy": lambda trainer: trainer.ref_model,
     "reward_model": lambda trainer: next(iter(trainer.reward_funcs), None),
     "stop_token_id": lambda trainer: next(iter(trainer.engine.sampling.stop_ids), None),

@@ -265,7 +265,7 @@ def learner_settings(
         # tf32 rounds by batch shape
         reuse_behavior_logprobs=own_samples and precision(args) is None and not args.tf32,
         allow_low_precision_weights=args.allow_low_precision_weights,
-        entropy_grad=bool(args.entropy_coef) or args.use_adaptive_entropy,
+        entropy_grad=bool(args.entropy_coef),
         cache_trunk=args.cache_trunk,
     )
     if isinstance(args, GroupArguments) and args.sync_ref_model:

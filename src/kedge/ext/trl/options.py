@@ -185,6 +185,12 @@ class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
         "cast_lm_head_to_fp32": NoEffect("training logits are always float32", False, (True,)),
         **unsupported("the loss always covers every token", top_entropy_quantile=1.0),
         **unsupported(
+            "the weight of the entropy bonus does not adapt",
+            "set entropy_coef",
+            **{"use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
+            **{"entropy_coef_delta": 0.005, "entropy_target": 0.2},
+        ),
+        **unsupported(
             "sampler_correction handles off-policy responses",
             "set sampler_correction instead",
             off_policy_mask_threshold=None,
