@@ -35,6 +35,7 @@ from stages import check_exchanges, write_data, write_preferences
 from kedge.cli.main import main as kedge
 from kedge.cli.main import run_command
 from kedge.records.errors import ConfigError, install_command
+from kedge.reporting.log import read_objects
 
 GOLD = f"{Path(__file__).with_name('task.py')}:gold"
 
@@ -51,11 +52,26 @@ class Sizes:
 
 
 QUICK = Sizes(supervised=640, compared=128, epochs=1, episodes=192, judged=32)
+# What a stage does, and about how many seconds it takes on one core.
+STAGES = {
+    "data": ("write posts, careless summaries and an untrained model", 5),
+    "sft": ("a supervised model learns to summarize like a careless writer", 45),
+    "summaries-sft": ("it summarizes 500 new posts", 1),
+    "judged-sft": ("the judge compares them with careful references", 1),
+    "answers": ("it answers every post twice, to be compared", 10),
+    "preferences": ("annotators choose the better of two answers", 1),
+    "reward": ("a reward model learns from their choices", 50),
+    "exchanges": ("does it notice each wrong value of a fact?", 1),
+    "ppo": ("PPO trains the supervised model against the reward model", 30),
+    "summaries-ppo": ("the trained model summarizes the same 500 posts", 1),
+    "judged-ppo": ("the judge compares them with careful references", 1),
+    "ppo-against-sft": ("and with those of the supervised model", 1),
+}
 TRAINING = {"save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 SUPERVISED = {  # a supervised model and a reward model
     "per_device_train_batch_size": 32,
     "lr_scheduler_type": "cosine",
-    "logging_steps": 100,
+    "logging_steps": 50,
     **TRAINING,
 }
 SUMMARIES = {"split": "train", "max_new_tokens": 24, "batch_size": 500}
@@ -155,6 +171,8 @@ def train_supervised(folder: Path, seed: int, sizes: Sizes) -> None:
     if is_missing(data / "settings.json"):
         counts = {name: settings[name] for name in ("supervised", "compared", "judged")}
         write_data(data, seed, **counts)
+        example = read_objects(data / "supervised.jsonl")[0]
+        print(f"a post     {example['prompt']}\na summary  {example['completion']}", flush=True)
         (data / "settings.json").write_text(json.dumps(settings))
     elif (before := json.loads((data / "settings.json").read_text())) != settings:
         raise ConfigError(
@@ -196,15 +214,17 @@ def command(result: Path, name: str, *words: Path | str, **options: Any) -> None
         options["resume_from_checkpoint"] = True
     flags = [f"--{option}={value}" for option, value in options.items()]
     sys.argv = ["kedge", name, *map(str, words), *flags]  # the command that its files name
-    print(f"demo: {' '.join(sys.argv)}", flush=True)
+    print(f"$ {' '.join(sys.argv)}", flush=True)
     if code := kedge(sys.argv[1:]):
         sys.exit(code)
 
 
 def is_missing(result: Path) -> bool:
     """Whether a stage has to run; its folder is there afterwards."""
-    missing = not result.exists()
-    print(f"demo: stage {result.parent.name}{'' if missing else ' is done'}", flush=True)
+    missing, name = not result.exists(), result.parent.name
+    text, seconds = STAGES[name]
+    state = f"about {seconds} s" if missing else "done before"
+    print(f"\n[{[*STAGES].index(name) + 1}/{len(STAGES)}] {name}: {text} ({state})", flush=True)
     result.parent.mkdir(parents=True, exist_ok=True)
     return missing
 
