@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command(name, function, about):
         sub = commands.add_parser(name, help=about, description=about)
-        sub.set_defaults(function=function)
+        sub.set_defaults(command=function)
         return sub
 
     sub = command("run", _run, "check the functions of an adapter; exit code 1 if one differs")
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     sub.add_argument("--json", action="store_true", help="print the findings as JSON")
     args = parser.parse_args(argv)
     try:
-        return args.function(args)
+        return args.command(args)
     except (OSError, ValueError, ImportError) as error:
         print(f"conformance: {error}", file=sys.stderr)
         return 2
@@ -171,7 +171,9 @@ def _table(args: argparse.Namespace) -> int:
 def _test_reward(args: argparse.Namespace) -> int:
     from ppo_conformance.rewards import probes
 
-    findings = probes.test_file(args.function, args.data, args.convention, args.answer, args.rows)
+    findings = probes.examine_file(
+        args.function, args.data, args.convention, args.answer, args.rows
+    )
     if args.json:
         print(json.dumps([f.as_json() for f in findings], indent=1))
     else:
