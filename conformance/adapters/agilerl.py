@@ -23,6 +23,10 @@ VERSION = installed_version("agilerl", FOLDER)
 root = (
     Path(FOLDER, "agilerl") if FOLDER else Path(find_spec("agilerl").submodule_search_locations[0])
 )
+DOCUMENTED = {
+    "token_rewards/*": "_compute_token_rewards: each action token gets its turn's reward",
+    "turn_gae/*": "turn_value_reduction: the last token of a turn, or the mean",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "logprobs": "fused with the head",

@@ -20,6 +20,9 @@ if "CONFORMANCE_AREAL" not in os.environ:
 ROOT = Path(os.environ["CONFORMANCE_AREAL"]) / "areal"
 LIBRARY = "AReaL"
 VERSION = os.environ.get("CONFORMANCE_AREAL_VERSION", "source")
+DOCUMENTED = {
+    "gspo/*": "_compute_sequence_level_ratio_and_advantages: summed over tokens",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "decoupled_gae": "one lambda",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import torch
@@ -30,7 +31,7 @@ from kedge.records.types import RewardOutput
 from kedge.rewards.mixture import Mixture
 
 LIBRARY = "Kedge"
-VERSION = installed_version("kedge-rl")
+VERSION = os.environ.get("CONFORMANCE_KEDGE_VERSION") or installed_version("kedge-rl")
 NOT_CALLABLE = {"response_mask": "sampling stops at the end token; nothing cuts afterwards"}
 
 

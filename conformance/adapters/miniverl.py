@@ -18,6 +18,9 @@ from miniverl.losses import numerics, reduction
 
 LIBRARY = "miniVERL"
 VERSION = installed_version("miniverl", os.environ.get("CONFORMANCE_MINIVERL"))
+DOCUMENTED = {
+    "kl/k3-*": "reference_kl_penalty: verl's estimator",
+}
 NOT_CALLABLE = {
     "full_kl": "distillation alone",
     "token_rewards": "inside its trainer",

@@ -40,6 +40,9 @@ _advantages, _returns = definitions(
     owner="RemoteExperienceMaker",
     torch=torch,
 )
+DOCUMENTED = {
+    "kl/*-far_apart": "a comment of compute_approx_kl: the final cap",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "decoupled_gae": "one lambda",

@@ -18,6 +18,9 @@ stub("loguru")
 ROOT = Path(os.environ["CONFORMANCE_SKYRL"]) / "skyrl" / "backends" / "skyrl_train" / "utils"
 LIBRARY = "SkyRL"
 VERSION = os.environ.get("CONFORMANCE_SKYRL_VERSION", "source")
+DOCUMENTED = {
+    "kl/k3-*": "a comment of compute_approx_kl: for numerical stability",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "decoupled_gae": "one lambda",
@@ -78,18 +81,36 @@ def kl(logp, ref, mask, estimator):
     return ppo_utils.compute_approx_kl(*tensors(logp, ref), kl_estimator_type=estimator)
 
 
+def _aligned(mask, *arrays):
+    """Its batches: responses end in the last column; tool output is inside of response_mask.
+
+    Returns the mask, the arrays, and a function that moves a result back.
+    """
+    if not mask.any(1).all():
+        raise NotOffered("no empty responses")
+    width = mask.shape[1]
+    shifts = mask[:, ::-1].argmax(1)
+    places = (np.arange(width)[None] - shifts[:, None]) % width
+    first = mask.argmax(1) + shifts
+    inside = np.arange(width)[None] >= first[:, None]
+    moved = [np.take_along_axis(x, places, 1) for x in arrays]
+    moved = [np.where(inside, x, 0).astype(x.dtype) for x in moved]
+    back = (np.arange(width)[None] + shifts[:, None]) % width
+    return tensors(inside), tensors(*moved), lambda x: x.gather(1, torch.from_numpy(back))
+
+
 def gae(rewards, values, mask, gamma, lam, last_values):
-    """It is handed the mask and uses it for whitening alone."""
     if last_values.any():
         raise NotOffered("no bootstrap of responses that were cut off")
-    r, v, m = tensors(rewards, values, mask)
+    m, (r, v), back = _aligned(mask, rewards, values)
     returns = ppo_utils.compute_gae_advantage_return(r, v, m.to(r.dtype), gamma, lam)[1]
-    return {"advantages": returns - v, "returns": returns}  # before it whitens the advantages
+    return {"advantages": back(returns - v), "returns": back(returns)}  # before it whitens
 
 
 def discounted_returns(rewards, mask, gamma):
-    r, m = tensors(rewards, mask.astype(rewards.dtype))
-    return ppo_utils.compute_reinforce_plus_plus_outcome_advantage(r, m, gamma)[1]
+    m, r, back = _aligned(mask, rewards)
+    function = ppo_utils.compute_reinforce_plus_plus_outcome_advantage
+    return back(function(r, m.to(r.dtype), gamma)[1])
 
 
 def whiten(x, mask, rank, center):

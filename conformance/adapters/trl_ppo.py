@@ -23,6 +23,9 @@ from trl.trainer.utils import selective_log_softmax
 
 LIBRARY = "TRL PPO"
 VERSION = installed_version("trl", os.environ.get("CONFORMANCE_TRL_PPO"))
+DOCUMENTED = {
+    "token_rewards/*": "a comment of train (padding_mask_p1), after arXiv:2403.17031's code",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "decoupled_gae": "one lambda",

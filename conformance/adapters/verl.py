@@ -17,6 +17,9 @@ from verl.workers.config import ActorConfig
 
 LIBRARY = "verl"
 VERSION = installed_version("verl", os.environ.get("CONFORMANCE_VERL"))
+DOCUMENTED = {
+    "kl/k3-*": "a comment of kl_penalty_forward: for numerical stability",
+}
 NOT_CALLABLE = {
     "full_kl": 'kl_penalty="full" raises NotImplementedError',
     "overlong": "inline in DAPORewardManager.__call__",

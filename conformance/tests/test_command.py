@@ -131,6 +131,7 @@ def test_the_table_is_that_of_the_records():
     assert len(records) >= 6
     text = (ROOT / "TABLE.md").read_text("utf-8")
     assert table.conformance_table(records) in text
+    assert table.summary_table(records) in (ROOT / "README.md").read_text("utf-8")
 
 
 def test_the_package_needs_numpy_alone_and_knows_nothing_of_kedge():

@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     command("cases", _cases, "names of all cases")
     sub = command("table", _table, "a Markdown table of records that `run --json` printed")
     sub.add_argument("records", nargs="+")
+    sub.add_argument("--summary", action="store_true", help="a row per library")
     sub = command("test-reward", _test_reward, "look for holes in a reward function")
     sub.add_argument("function", metavar="FILE:FUNCTION")
     sub.add_argument("data", help="JSON lines with a prompt and the columns of the function")
@@ -164,7 +165,8 @@ def _cases(args: argparse.Namespace) -> int:
 
 
 def _table(args: argparse.Namespace) -> int:
-    print(table.conformance_table([Path(x) for x in args.records]), end="")
+    write = table.summary_table if args.summary else table.conformance_table
+    print(write([Path(x) for x in args.records]), end="")
     return 0
 
 

@@ -189,11 +189,6 @@ def _place(i, place, mask=None):
     }
 
 
-@_error("token_rewards", "the score stands in the last column", "TRL #1893: reward on a pad slot")
-def _(**i):
-    return _place(i, np.full(len(i["mask"]), i["mask"].shape[1] - 1))
-
-
 @_error(
     "token_rewards",
     "the score stands one slot after the last token",
@@ -201,6 +196,11 @@ def _(**i):
 )
 def _(**i):
     return _place(i, np.minimum(ref._last(i["mask"]) + 1, i["mask"].shape[1] - 1))
+
+
+@_error("token_rewards", "the score stands in the last column", "TRL #1893: reward on a pad slot")
+def _(**i):
+    return _place(i, np.full(len(i["mask"]), i["mask"].shape[1] - 1))
 
 
 @_error("token_rewards", "the score stands on the token before the last")
@@ -352,7 +352,7 @@ def _(**i):
 _inputs(
     "gae",
     "steps over observation tokens: gamma and lambda decay through them, with V = 0",
-    "miles #1827: GAE stepped over observation tokens",
+    "verl #2337, miles #1827: GAE stepped over observation tokens",
     mask=_up_to_last,
     rewards=lambda i: i["rewards"] * i["mask"],
     values=lambda i: i["values"] * i["mask"],
@@ -541,7 +541,7 @@ _inputs(
 @_error(
     "discounted_returns",
     "the sum starts anew at an observation: later rewards do not reach earlier turns",
-    "verl's REINFORCE++ until early 2026, mended by 0.9",
+    "verl #7278: REINFORCE++ until August 2026",
 )
 def _(rewards, mask, gamma):
     out, total = np.zeros(mask.shape), np.zeros(len(mask))

@@ -66,6 +66,11 @@ def _masks(*names: str):
         yield name, about, np.array(table, bool), Numbers(seed + 10)
 
 
+def _after_the_end(mask):
+    """Padding after the last token of each row."""
+    return np.cumsum(mask[:, ::-1], 1)[:, ::-1] == 0
+
+
 def _case(name, about, **inputs) -> Recipe:
     return name, about, inputs
 
@@ -249,15 +254,10 @@ def _():
     x["values"] = np.where(x["mask"], 0.5, -BIG)
     about = "rewards at the ends of turns, constant values, gamma 1, lambda 1"
     yield _case("turns, gamma 1", about, **x, gamma=1.0, lam=1.0, last_values=zero)
-    x["rewards"] = x["rewards"] * 0 + np.where(x["mask"], 0.25, 0)
-    yield _case(
-        "large values",
-        "V = 256 on the policy's tokens, 0 on tool output",
-        **{**x, "values": np.where(x["mask"], 256.0, 0)},
-        gamma=1.0,
-        lam=0.95,
-        last_values=zero,
-    )
+    x["rewards"] = np.where(x["mask"], 0.25, 0)
+    x["values"] = np.where(x["mask"], 256.0, np.where(_after_the_end(x["mask"]), BIG, 0.0))
+    about = "V = 256 on the policy's tokens, 0 on tool output"
+    yield _case("large values", about, **x, gamma=1.0, lam=0.95, last_values=zero)
 
 
 @_recipes("decoupled_gae")
@@ -325,7 +325,7 @@ def _():
 @_recipes("discounted_returns")
 def _():
     for name, about, m, n in _masks("full", "padded", "holes", "left padding"):
-        r = n.outside(n.normal(*m.shape), m, 0.0)
+        r = np.where(_after_the_end(m), BIG, n.outside(n.normal(*m.shape), m, 0.0))
         yield _case(f"{name}, gamma 0.9", about, rewards=r, mask=m, gamma=0.9)
     m = np.array(PADDED, bool)
     r = np.where(m, Numbers(9).normal(*m.shape), BIG)

@@ -54,6 +54,25 @@ def conformance_table(records: list[Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def summary_table(records: list[Path]) -> str:
+    """A row per library: how many of the cases that it offers agree, and where it differs."""
+    lines = ["| library | agree | differs in |", "|---|---|---|"]
+    for path in records:
+        r = json.loads(path.read_text("utf-8"))
+        offered = [x for x in r["cases"].values() if x["status"] != "not offered"]
+        titles = []
+        for family in FAMILIES.values():
+            rest = [x for x in _of(r, family.name) if x["status"] in {"differs", "fails"}]
+            if rest:
+                mark = " (documented)" if all("documented" in x for x in rest) else ""
+                titles.append(family.title + mark)
+        name = f"{r['library']} {r['version']}".strip()
+        lines.append(
+            f"| {name} | {_agreeing(offered)} of {len(offered)} | {', '.join(titles) or '-'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 _LEGEND = (
     "Cases that agree, of those that the library offers; `-`: not offered, or not callable by "
     "itself (below); `d`: all that differ are documented by the library."
@@ -80,18 +99,34 @@ def _cell(found: list[dict[str, Any]]) -> str:
 
 
 def _differences(name: str, record: dict[str, Any]) -> list[str]:
-    found = {n: x for n, x in record["cases"].items() if x["status"] in {"differs", "fails"}}
-    if not found:
-        return []
-    lines = [f"### {name}", ""]
-    for case, x in found.items():
-        text = f"- `{case}` {x['message']}"
-        if x.get("looks_like"):
-            text += f"; looks like: {x['looks_like'][0]}"
-        if "documented" in x:
-            text += f"; documented: {x['documented']}"
-        lines.append(text)
-    return [*lines, ""]
+    lines = []
+    for family in FAMILIES.values():
+        found = {
+            n.split("/")[1]: x for n, x in record["cases"].items() if _is_wrong(family.name, n, x)
+        }
+        if found:
+            lines.append(_difference(family.title, found))
+    return [f"### {name}", "", *lines, ""] if lines else []
+
+
+def _is_wrong(family: str, case: str, x: dict[str, Any]) -> bool:
+    return case.split("/", maxsplit=1)[0] == family and x["status"] in {"differs", "fails"}
+
+
+def _difference(title: str, found: dict[str, dict[str, Any]]) -> str:
+    """One line: which cases, what the first one gave, which known error all of them look like."""
+    cases_ = ", ".join(f"`{case}`" for case in found)
+    first = next(iter(found.values()))
+    text = f"- **{title}** ({cases_}): {first['message'].split('; ')[0]}"
+    common = [
+        x
+        for x in first.get("looks_like", ())
+        if all(x in y.get("looks_like", ()) for y in found.values())
+    ]
+    if common:
+        text += f". Looks like: {common[0]}"
+    where = {x["documented"] for x in found.values() if "documented" in x}
+    return text + (f". Documented: {'; '.join(sorted(where))}" if where else "")
 
 
 def _conventions(name: str, record: dict[str, Any]) -> list[str]:
