@@ -28,7 +28,6 @@ NOT_CALLABLE = {
     "turn_gae": "credit per token",
     "double_sided": "its rollout_is loss, another formula",
     "token_rewards": "inline in its trainer",
-    "importance_weights": "inside apply_off_policy_correction, not looked at",
     "weighted_loss": "inside apply_off_policy_correction, not looked at",
     "overlong": "user code",
     "eos_penalty": "user code",
@@ -74,6 +73,14 @@ ppo_utils = SimpleNamespace(
             strict=True,
         )
     )
+)
+
+_tis = definitions(
+    ROOT / "off_policy_correction_utils.py",
+    "compute_tis_ratio",
+    torch=torch,
+    masked_mean=masked_mean,
+    safe_exp_delta=safe_exp_delta,
 )
 
 
@@ -201,6 +208,15 @@ def aggregate(losses, mask, microbatch, mode, max_length):
     scaled = _scaled(-x, m.to(x.dtype), mode, max_length)
     parts = [torch.from_numpy(microbatch == k) for k in sorted({int(k) for k in microbatch})]
     return sum(ppo_utils.reduce_loss(-scaled[rows], m[rows]) for rows in parts)
+
+
+def importance_weights(old, sampler, mask, kind, level, low, high):
+    if kind == "mask" or low > 0 or level == "geometric":
+        raise NotOffered("truncation from above, of tokens or sequences; its masks have no weights")
+    o, s, m = tensors(old, sampler, mask)
+    names = {"token_tis_ratio_clip_high": high, "sequence_tis_ratio_clip_high": high}
+    weights = _tis(o, s, m, level, SimpleNamespace(**names))[0]
+    return weights.expand_as(o)
 
 
 def adaptive_kl(start, target, horizon, kl, steps):

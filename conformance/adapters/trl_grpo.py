@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, newest; CONFORMANCE_TRL may name the folder that holds it.
+"""TRL's GRPOTrainer and RLOOTrainer, newest; CONFORMANCE_TRL may name the folder that holds it.
 
 ``_compute_loss`` runs as it is, with log-probabilities in place of a model; the advantages stand in
 the middle of ``_generate_and_score_completions`` and those lines are run.
@@ -29,7 +29,7 @@ library("CONFORMANCE_TRL", "trl")
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer import grpo_trainer, utils
 
-LIBRARY = "TRL GRPO"
+LIBRARY = "TRL GRPO, RLOO"
 VERSION = installed_version("trl", os.environ.get("CONFORMANCE_TRL"))
 _CRITIC = "no value model"
 NOT_CALLABLE = {
@@ -39,7 +39,6 @@ NOT_CALLABLE = {
     ),
     **dict.fromkeys(("eos_penalty", "running_moments", "full_kl"), "no such option"),
     "double_sided": "no such loss",
-    "leave_one_out": "inline in RLOOTrainer, not looked at",
     "response_mask": "inline in _generate_and_score_completions",
     "weighted_loss": "needs vLLM's weights",
     "importance_weights": "inline, with vLLM alone",
@@ -72,6 +71,23 @@ def kl(logp, ref, mask, estimator):
         **names,
     )
     return found["per_token_kl"]
+
+
+def leave_one_out(scores, group, valid):
+    """Lines of RLOOTrainer; a reward of None is NaN there."""
+    n = neighbors(group)
+    s = tensors(scores).masked_fill(~tensors(valid), torch.nan)
+    names = {"rewards": s, "grouped_rewards": s.view(-1, n), "num_generations": n}
+    found = excerpt(
+        FILE.with_name("rloo_trainer.py"),
+        "scorable_counts = (~torch.isnan(grouped_rewards))",
+        "is_std_zero = torch.isclose(",
+        torch=torch,
+        nanstd=utils.nanstd,
+        self=SimpleNamespace(normalize_advantages=False),
+        **names,
+    )
+    return found["advantages"]
 
 
 def group_normalize(scores, group, valid, scale):

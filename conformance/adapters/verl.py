@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from ppo_conformance import NotOffered
-from ppo_conformance.adapting import installed_version, library, stub, tensors, with_gradient
+from ppo_conformance.adapting import (
+    excerpt,
+    installed_version,
+    library,
+    stub,
+    tensors,
+    with_gradient,
+)
 
 stub("ray", "vllm", "sglang", "megatron", "torchdata", "liger_kernel", "pylatexenc")
 library("CONFORMANCE_VERL", "verl")
@@ -22,7 +31,6 @@ DOCUMENTED = {
 }
 NOT_CALLABLE = {
     "full_kl": 'kl_penalty="full" raises NotImplementedError',
-    "overlong": "inline in DAPORewardManager.__call__",
     "decoupled_gae": "one lambda",
     "adaptive_lambda": "one lambda",
     "turn_gae": "credit per token",
@@ -187,6 +195,16 @@ def adaptive_kl(start, target, horizon, kl, steps):
         control.update(now, n)
         out.append(control.value)
     return out
+
+
+def overlong(lengths, longest, buffer):
+    """Lines of DAPORewardManager."""
+    file = Path(core_algos.__file__).parents[2] / "workers" / "reward_manager" / "dapo.py"
+    config = SimpleNamespace(len=buffer, penalty_factor=1.0)
+    self = SimpleNamespace(overlong_buffer_cfg=config, max_resp_len=longest)
+    start, stop = "overlong_buffer_len = self.overlong_buffer_cfg.len", "reward += overlong_reward"
+    names = [{"self": self, "valid_response_length": int(n)} for n in lengths]
+    return [excerpt(file, start, stop, **x)["overlong_reward"] for x in names]
 
 
 def response_mask(tokens, eos):
