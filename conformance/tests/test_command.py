@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from ppo_conformance import cases, table
+from ppo_conformance import cases, mutants, table
 from ppo_conformance.cli import main
+from ppo_conformance.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 GOOD = """
@@ -132,6 +133,14 @@ def test_the_table_is_that_of_the_records():
     text = (ROOT / "TABLE.md").read_text("utf-8")
     assert table.conformance_table(records) in text
     assert table.summary_table(records) in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_readme_counts_what_is_there():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert f"({len(list(cases.load()))} cases of {len(FAMILIES)} formulas" in text.replace(
+        "\n", " "
+    )
+    assert f"{len(mutants.MUTANTS)} wrong" in text
 
 
 def test_the_package_needs_numpy_alone_and_knows_nothing_of_kedge():

@@ -18,7 +18,6 @@ from holes import HOLES
 
 CLEAN = ["boxed_exact", "hashes", "partial_credit", "chat", "negative", "whole_text"]
 CLEAN += ["format_only", "compute_score"]
-found: dict[str, bool] = {}
 
 
 def look(function, data="math"):
@@ -31,7 +30,6 @@ def test_a_planted_hole_is_found_with_the_answer_that_shows_it(name):
     function, probes, data = HOLES[name]
     findings = look(function, data)
     hits = [f for f in findings if f.probe in probes]
-    found[name] = bool(hits)
     assert hits, [str(f) for f in findings]
     if hits[0].probe not in {"side effects", "determinism", "time"}:
         assert hits[0].row is not None
@@ -39,6 +37,9 @@ def test_a_planted_hole_is_found_with_the_answer_that_shows_it(name):
 
 def test_enough_holes_are_planted():
     assert len(HOLES) >= 20
+    text = (HERE.parents[1] / "README.md").read_text("utf-8")
+    assert f"{len(HOLES)} of {len(HOLES)} planted" in text
+    assert f"{len(CLEAN)} clean functions" in text
 
 
 @pytest.mark.parametrize("name", CLEAN)
