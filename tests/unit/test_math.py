@@ -194,6 +194,20 @@ def test_the_only_survivor_of_a_group_has_advantage_0(scale: str) -> None:
     assert found[2].item() < 0 < found[3].item()
 
 
+@pytest.mark.parametrize("size", [1.0, 1000.9, -3e6])
+def test_scores_that_differ_by_rounding_have_no_advantage(size: float) -> None:
+    """One of four scores is a float32 unit lower, as sums of equal rewards are."""
+    scores = torch.full((4,), size)
+    scores[2] = torch.nextafter(scores[2], torch.tensor(-torch.inf))
+    group, valid = torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool)
+    assert not group_std(scores, group, valid).any()
+    found = group_normalize(scores, group, valid, scale="group", all_reduce=one_rank)
+    assert not found.any()
+    scores[2] = size + abs(size) * 1e-5  # a difference
+    found = group_normalize(scores, group, valid, scale="group", all_reduce=one_rank)
+    assert found[2] > 0 > found[0]
+
+
 def test_group_normalize_by_hand() -> None:
     scores, group = torch.tensor([1.0, 3.0, 10.0, 10.0]), torch.tensor([0, 0, 1, 1])
     valid = torch.ones(4, dtype=torch.bool)

@@ -184,6 +184,9 @@ def test_different(truth: str, answer: str) -> None:
         (r"\boxed{}", None),
         ("#### Conclusion\nthe answer is $7$", "7"),
         ("#### -7", "-7"),
+        (r"<think>\boxed{4}</think> The answer is 5.", "5"),
+        (r"<think>\boxed{4}</think>", None),
+        (r"<think>a</think> b <think>\boxed{4}", "4"),
     ],
 )
 def test_final_answer(text: str, answer: str | None) -> None:
@@ -302,6 +305,8 @@ RIGHT = [
 ]
 
 WRONG = [
+    ("18", "<think>It is 18.</think> I do not know."),
+    ("18", r"<think>\boxed{18}</think> \boxed{19}"),
     ("18", ""),
     ("18", "no number at all"),
     ("18", "81"),

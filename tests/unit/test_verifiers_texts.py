@@ -147,6 +147,7 @@ def test_normalize() -> None:
         (r"It is \boxed{Paris}", "Paris", 1, 0, 0),
         ("<answer>Paris</answer>", ["Lyon", "Paris"], 1, 0, 0),
         ("comparison", "Paris", 0, 0, 0),
+        ("<think>Paris</think> Lyon", "Paris", 0, 0, 0),
         ("Lyon", "Paris", 0, 0, 0),
         ("", "Paris", 0, 0, 0),
         ("42", 42, 1, 1, 1),

@@ -105,11 +105,18 @@ def group_mean(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 def group_std(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Unbiased standard deviation over the valid rows of each row's group; 0 for fewer than two.
 
+    It is also 0 where the scores differ in their last two bits alone: sums of rewards that are
+    equal on paper do, and a division would make advantages of rounding errors.
+
     Args, Returns: as for ``group_mean``.
     """
     kept, sums, counts = _group_sums(scores, group, valid)
     _, squares, _ = _group_sums((kept - sums / counts.clamp(min=1)) ** 2, group, valid)
-    return (squares / (counts - 1).clamp(min=1)).sqrt().to(scores.dtype)
+    _, powers, _ = _group_sums(kept**2, group, valid)
+    std = (squares / (counts - 1).clamp(min=1)).sqrt()
+    size = (powers / counts.clamp(min=1)).sqrt()  # root mean square of the scores
+    rounding = 2 * torch.finfo(scores.dtype).eps * size
+    return torch.where(std > rounding, std, 0.0).to(scores.dtype)
 
 
 def leave_one_out(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -157,7 +164,8 @@ def group_normalize(
     kept, sums, counts = _group_sums(scores, group, valid)
     centered = torch.where(valid, kept - sums / counts.clamp(min=1), 0.0).to(scores.dtype)
     if scale == "group":
-        return centered / (group_std(scores, group, valid) + eps)
+        std = group_std(scores, group, valid)
+        return torch.where(std > 0, centered / (std + eps), 0.0)
     if scale == "batch":
         _, std = moments(scores, valid, all_reduce=all_reduce)
         return centered / (std + eps)

@@ -138,6 +138,14 @@ def _content(content: Any) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
 
 
+def conclusion(text: str) -> str:
+    """What a response says after its reasoning, the last ``</think>``; without one, all of it.
+
+    An answer that stands in the reasoning alone was considered, not given.
+    """
+    return text.rsplit("</think>", 1)[-1]
+
+
 def marked_answer(text: str) -> str | None:
     r"""The content of the last explicit answer mark in a response, or None without a mark.
 

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kedge.records.errors import ConfigError, RewardError, install_command
-from kedge.verifiers.base import Verifier, marked_answer, stated_answer
+from kedge.verifiers.base import Verifier, conclusion, marked_answer, stated_answer
 from kedge.verifiers.numbers import one_number, same_number
 from kedge.verifiers.worker import WorkerPool
 
@@ -116,7 +116,8 @@ def _check(text: str, truth: Any, *, checker: SymbolicChecker | None) -> float:
 
 
 def final_answer(text: str) -> str | None:
-    """The final answer of a response as written, or None."""
+    """The final answer of a response as written, after its reasoning, or None."""
+    text = conclusion(text)
     marked = marked_answer(text)
     if marked is not None:
         return marked or None

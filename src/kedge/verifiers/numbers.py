@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from kedge.records.errors import ConfigError, RewardError
-from kedge.verifiers.base import Verifier, marked_answer, stated_answer
+from kedge.verifiers.base import Verifier, conclusion, marked_answer, stated_answer
 
 MAX_DIGITS = 100  # per number; longer ones are slow to convert and no answers
 
@@ -170,7 +170,8 @@ def _check(text: str, truth: Any, *, marked_only: bool, tolerance: float) -> flo
 
 
 def final_number(text: str, *, marked_only: bool = False) -> Number | None:
-    """The final number of a response, or None."""
+    """The final number of a response, after its reasoning, or None."""
+    text = conclusion(text)
     marked = marked_answer(text)
     if marked is not None and len(_WORD.findall(marked[:PROSE_LETTERS])) < PROSE_WORDS:
         cleaned, numbers = _numbers(marked)

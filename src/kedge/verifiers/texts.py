@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from kedge.records.errors import ConfigError, RewardError
-from kedge.verifiers.base import Unanswered, Verifier, marked_answer, read_column
+from kedge.verifiers.base import Unanswered, Verifier, conclusion, marked_answer, read_column
 
 LengthReward = Callable[..., list[float | None]]
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -58,7 +58,8 @@ def _best(response: str, truth: Any, *, score: Callable[[str, str], float]) -> f
 
 
 def _read_answer(response: str) -> str:
-    """The marked answer of a response, or all of it."""
+    """The marked answer of a response, or all of it, after the reasoning."""
+    response = conclusion(response)
     marked = marked_answer(response)
     return response if marked is None else marked
 

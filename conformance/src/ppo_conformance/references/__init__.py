@@ -1,0 +1,1 @@
+"""Two independent computations of every family."""

@@ -1,0 +1,1 @@
+"""Look for holes in a reward function: ``conformance test-reward``."""
