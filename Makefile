@@ -13,6 +13,7 @@
 #                    Python 3.10 and 3.13 must be on the PATH or in pyenv; updates docs/compatibility.md;
 #                    NAMES="oldest --resume" continues a run that was cut off
 # make test-core   the core's fast tests on a copy without src/kedge/ext
+# make conformance   the kit that checks any PPO: its tests, and Kedge by its adapter
 # make test-vllm   the tests that need Ray or vLLM, in another environment (make test-all runs them, too)
 # make test-gpu, make bench-gpu   tests and benchmark for a CUDA device, with the python3 that has CUDA's torch
 # make test-adapters   the environments of other libraries, with the real packages, in an environment of their own
@@ -26,7 +27,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint check fast smoke slow \
+.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint check conformance fast smoke slow \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -98,6 +99,10 @@ test-core: setup
 	cd build/core && PYTHONPATH=src OMP_NUM_THREADS=1 ../../$(BIN)/python -m pytest -q -n 2 --dist loadfile \
 		--no-loadscope-reorder -m "not slow and not vllm and not ray" \
 		--ignore tests/architecture --ignore tests/docs
+
+conformance: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=conformance/src $(BIN)/python -m pytest -q -n 2 conformance/tests
+	OMP_NUM_THREADS=1 PYTHONPATH=conformance/src $(BIN)/python -m ppo_conformance.cli run conformance/adapters/kedge.py
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs

@@ -109,7 +109,8 @@ def read_by_trainer(rows: Any, *, plays: Any, **options: Any) -> dict[str, Any]:
     trainer.train()
     log = Path(trainer.args.output_dir, "tokens", "step-000001.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in log]
-    return {"prompts": prompts, "rewards": rewarded, "reset": Recorder.seen}
+    resets = sorted(Recorder.seen, key=str)  # two threads: in any order
+    return {"prompts": prompts, "rewards": rewarded, "reset": resets}
 
 
 WAYS = ("jsonl", "JSON text", "from_list", "parquet", "map", "transform", "columns")
