@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 SHOWN = {
     "objective/scores": "score",
     "objective/kl": "kl",
+    "policy/entropy_avg": "entropy",
     "loss/policy_avg": "policy loss",
     "loss/value_avg": "value loss",
     "val/ratio": "ratio",
@@ -140,7 +141,7 @@ class ConsoleTracker:
                 refresh_per_second=4,
             )
             self._task = self._bar.add_task(
-                "training", total=total, completed=start, now="", left=""
+                "training", total=total, completed=start, now="", left="", start=False
             )
             self._bar.start()
 
@@ -165,8 +166,16 @@ class ConsoleTracker:
         if "episode" in metrics:
             shown.insert(0, f"episode {metrics['episode']:.0f}")
         left = [self._time_left()] if self.step < self.total and self._time_left() else []
-        line = "  ".join([f"step {step}/{self.total}", *shown, *left])
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        parts = [f"step {step}/{self.total}", *shown, *left]
+        if not self.console.is_terminal:
+            parts = ["  ".join(parts)]
+        lines = [parts[0]]
+        for part in parts[1:]:  # a line of a terminal ends between metrics
+            if len(lines[-1]) + 2 + len(part) <= self.console.width:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(f"  {part}")
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Print one line of text, above the bar if there is one."""
@@ -202,6 +211,10 @@ class ConsoleTracker:
         seconds = (now - self._moved) / (step - self.step)
         if not self._seconds:
             seconds = min(seconds, metrics.get("time/step", seconds))
+            if self._bar is not None and self._task is not None:
+                self._bar.start_task(self._task)
+                task = self._bar.tasks[0]
+                task.start_time = task.get_time() - seconds
         self._seconds.append(seconds)
         self._moved, self.step = now, step
 

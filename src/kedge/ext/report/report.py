@@ -45,7 +45,7 @@ def gather(run: str | Path, *, most: int = 5000) -> dict[str, Any]:
         )
     rows = [{k: x for k, x in row.items() if not k.startswith("train_")} for row in rows]
     training = [row for row in rows if "objective/scores" in row]
-    log = RunLog(folder.name, training, **read_options(folder))
+    log = RunLog(folder.name, training, read_options(folder))
     tables = {
         name: _read_tables(folder / name, most)
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
