@@ -12,11 +12,13 @@ import gzip
 import inspect
 import json
 import re
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kedge import GRPOConfig, PPOConfig
 from kedge.cli.main import main
@@ -25,7 +27,7 @@ from kedge.ext.report.report import episodes, gather, meaning, page, story, voca
 from kedge.loop.metrics import NAMES, PREFIXES
 from kedge.records.errors import DataError
 from kedge.reporting.log import RunLog, band, end_stats, read_log
-from tests.e2e.small import small
+from tests.e2e.small import PROMPTS, small
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
@@ -503,6 +505,65 @@ def test_the_command_for_reports(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["report", str(run), "--responses", "0"]) == 2
     assert main(["report", str(run / "nowhere")]) == 2
     assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_page_of_two_runs(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two"
+    shutil.copytree(run, other)
+    write(other, "completions/step-000000.jsonl", [{"query": "2 + 2", "model response": "?"}])
+    for folder, rate in ((run, 1e-5), (other, 2e-5)):
+        options = {"learning_rate": rate, "seed": 1, "output_dir": str(folder)}
+        about = {"algorithm": "PPO", "model": rate, "options": options}
+        (folder / "run.json").write_text(json.dumps(about))
+    page_of_both = tmp_path / "both.html"
+    assert main(["report", str(run), str(other), "--output", str(page_of_both)]) == 0
+    found = unpack(page_of_both.read_text(encoding="utf-8"))
+    assert found["name"] == "one and two"
+    assert found["differ"] == [["model", 1e-5, 2e-5], ["learning_rate", 1e-5, 2e-5]]
+    assert [r["series"]["objective/scores"]["y"][-1] for r in found["runs"]] == [1.0, 1.0]
+    steps = [(table["run"], table["step"]) for table in found["tables"]["completions"]]
+    assert steps == [("one", 2), ("one", 4), ("two", 0), ("two", 2), ("two", 4)]
+    assert main(["report", str(run), str(other), str(run)]) == 2
+
+
+def test_a_live_page_reloads_until_the_run_ends(run: Path, monkeypatch: Any) -> None:
+    pages = []
+
+    def wait(seconds: float) -> None:
+        pages.append(unpack((run / "report.html").read_text(encoding="utf-8")))
+        assert len(pages) <= 2
+        row = {"step": 9, "objective/scores": 1.0}
+        row |= {"train_runtime": 1.0} if len(pages) == 2 else {}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    monkeypatch.setattr("kedge.ext.report.command.time.sleep", wait)
+    assert main(["report", str(run), "--live"]) == 0
+    last = unpack((run / "report.html").read_text(encoding="utf-8"))
+    assert [p["live"] for p in (*pages, last)] == [15, 15, 0]
+    assert [p["updates"] for p in (*pages, last)] == [8, 9, 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_what_the_untrained_policy_says_is_shown_and_costs_no_number(
+    evaluated: bool, tmp_path: Path
+) -> None:
+    weights, held_out = [], {"eval_dataset": PROMPTS[:3]} if evaluated else {}
+    for tables in (2, 0):
+        folder = tmp_path / str(tables)
+        trainer = small(
+            output_dir=str(folder), total_episodes=16, num_sample_generations=tables, **held_out
+        )
+        untrained = trainer.generate_completions() if not tables else []
+        trainer.train()
+        weights.append(torch.cat([p.flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*weights)
+    shown = gather(tmp_path / "2")["tables"]["completions"]
+    assert [table["step"] for table in shown] == [0, 2, 4]
+    if evaluated:  # nearly greedy answers to the same prompts
+        answers = [row["model response"] for row in shown[0]["rows"]]
+        assert answers == [row["model response"] for row in untrained]
 
 
 def test_what_is_damaged_is_left_out_and_counted(run: Path, caplog: Any) -> None:

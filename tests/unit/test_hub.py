@@ -343,7 +343,7 @@ def test_a_run_sends_its_completions(hub, tmp_path):
     made.train()
     assert hub.made[0]["private"]
     assert hub.made[0]["token"] == "secret"
-    names = {f"completions/step-{step:06d}.jsonl" for step in (1, 2, 3)}
+    names = {f"completions/step-{step:06d}.jsonl" for step in (0, 1, 2, 3)}
     evaluations = {name for name in hub.files if name.startswith("eval_completions/")}
     assert evaluations
     assert set(hub.files) - evaluations == names | {"README.md"}

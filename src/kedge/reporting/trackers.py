@@ -189,8 +189,8 @@ class ConsoleTracker:
         if not self._closed and now - self._shown.get(name, -self._every) < self._every:
             return
         self._shown[name] = now
-        when = "after training, " if self._closed else ""
-        table = Table(title=f"{name}, {when}step {step}", show_lines=True, title_justify="left")
+        when = f"{'after training, ' * self._closed}step {step}" if step else "before training"
+        table = Table(title=f"{name}, {when}", show_lines=True, title_justify="left")
         for key in rows[0]:
             table.add_column(key)
         for row in rows[: self.max_rows]:
