@@ -172,7 +172,7 @@ def test_tables_and_token_logs_show_turns(tmp_path: Path) -> None:
     row = json.loads(file.read_text().splitlines()[0])
     assert sorted(set(row["turn"])) == [-1, 0, 1, 2]
     assert [t >= 0 for t in row["turn"]] == [bool(x) for x in row["trained"]]
-    (table, *_) = sorted(tmp_path.glob("completions/step-*.jsonl"))
+    (*_, table) = sorted(tmp_path.glob("completions/step-*.jsonl"))
     sample = json.loads(table.read_text().splitlines()[0])
     assert len(sample["query"].split()) == 5  # role, two words, the first observation, role
     speakers = [line.split("]")[0] for line in sample["model response"].split("\n")]

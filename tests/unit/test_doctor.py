@@ -12,18 +12,22 @@ import gzip
 import inspect
 import json
 import re
-from dataclasses import replace
+import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kedge import GRPOConfig, PPOConfig
 from kedge.cli.main import main
-from kedge.ext.report.doctor import RULES, examine
+from kedge.ext.report.doctor import RULES, examine, live_findings
 from kedge.ext.report.report import episodes, gather, meaning, page, story, vocabulary
 from kedge.loop.metrics import NAMES, PREFIXES
 from kedge.records.errors import DataError
 from kedge.reporting.log import RunLog, band, end_stats, read_log
+from tests.e2e.small import PROMPTS, small
 
 RUNS = Path(__file__).parents[1] / "data" / "doctor"
 GOOD = sorted(RUNS.glob("good*.jsonl"))
@@ -56,6 +60,10 @@ def steady(**values: float) -> RunLog:
     return log(**{name: [value] * 8 for name, value in values.items()})
 
 
+def count_w5(completions: list[str], **_: Any) -> list[float]:
+    return [float(text.split().count("w5")) for text in completions]
+
+
 CUT = {"completions__truncated_ratio": 1.0}
 
 
@@ -72,7 +80,7 @@ def test_length_and_precision_of_agents() -> None:
     assert "mean length 7 to 16 tokens a turn" in finding.seen
     gap = scored(0.5, 1.0, rollout__logprob_gap=[0.028] * 10)
     assert rules(gap) == ["rollout engine and learner disagree"]
-    assert rules(replace(gap, bf16=True)) == []
+    assert rules(replace(gap, options={"bf16": True})) == []
 
 
 @pytest.mark.parametrize("file", BAD, ids=lambda f: f.stem)
@@ -160,7 +168,8 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     some_cut = [0.01 * i for i in range(10)]
     assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
-    assert rules(RunLog("made", [cut] * 4, fixed_length=True)) == []
+    no_stop = dict.fromkeys(("stop_token", "stop_token_id", "stop_token_ids", "stop_strings"))
+    assert rules(RunLog("made", [cut] * 4, no_stop)) == []
     assert rules(RunLog("made", [*[cut] * 3, cut | {"val/num_eos_tokens": 1.0}])) == [
         "responses do not end"
     ]
@@ -169,8 +178,9 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
 def test_a_mask_that_leaves_out_more_and_more_is_named() -> None:
     row = {"objective/scores": 1.0, "val/ratio": 1.0, "policy/clipfrac_avg": 0.02}
     rows = [row] * 9 + [row | {"policy/clipfrac_avg": 0.07}]
-    assert rules(RunLog("made", rows, masked=True)) == ["updates are too large"]
-    assert rules(RunLog("made", rows)) == rules(RunLog("made", [row] * 9, masked=True)) == []
+    mask = {"policy_loss": "mask"}
+    assert rules(RunLog("made", rows, mask)) == ["updates are too large"]
+    assert rules(RunLog("made", rows)) == rules(RunLog("made", [row] * 9, mask)) == []
 
 
 def test_a_value_with_little_left_to_explain_is_not_blamed() -> None:
@@ -180,6 +190,57 @@ def test_a_value_with_little_left_to_explain_is_not_blamed() -> None:
     ):
         made = log(val__explained_variance=[-1.0] * 6, objective__scores_std=spread)
         assert rules(made) == found
+
+
+def test_advice_has_the_option_names_of_the_trainer() -> None:
+    falling = [2.0, 1.9, 0.1, 0.03, 0.02, 0.02]
+    made = log(policy__entropy_avg=falling, objective__uniform_groups=[0.9] * 6)
+    for config, bound, penalty in (
+        (PPOConfig, "cliprange_high", "kl_coef"),
+        (GRPOConfig, "epsilon_high", "beta"),
+    ):
+        options = {f.name: None for f in fields(config)}
+        collapse, groups = examine(replace(made, options=options))
+        assert f"raise {penalty}, or clip higher above 1 ({bound})" in collapse.advice
+        assert "num_generations" not in groups.advice  # it gives every prompt one answer
+        assert "(dynamic_sampling)" in groups.advice
+        named = {
+            word
+            for rule in examine(replace(made, options=options))
+            for word in re.findall(r"\w+_\w+", rule.advice)
+        }
+        assert named <= set(options)
+    (groups,) = examine(log(policy__entropy_avg=[2.0] * 5, objective__uniform_groups=[0.9] * 5))
+    assert groups.advice.endswith("but not always, or raise num_generations.")
+
+
+def test_a_running_run_hears_of_each_finding_once_and_of_a_flat_score_in_its_second_half() -> None:
+    flat, known = scored(1.0, 1.0).rows, set[str]()
+    assert live_findings(list(flat), known, share=0.4) == []
+    (text,) = live_findings(list(flat), known, share=0.5)
+    assert text.startswith("the score did not rise: from 1 to 1")
+    assert live_findings(list(flat), known, share=1.0) == []
+    assert live_findings([{"objective/scores_std": 0.0}] * 3, known) == []  # fewer than 4 rows
+
+
+@pytest.mark.slow
+def test_a_collapse_is_said_once_while_training(caplog: pytest.LogCaptureFixture) -> None:
+    """With a rate a thousand times too high, within 12 iterations; a usual one is silent."""
+    said = {}
+    for rate in (3e-2, 1e-5):
+        caplog.clear()
+        trainer = small(
+            total_episodes=192,
+            per_device_train_batch_size=16,
+            learning_rate=rate,
+            reward_model=None,
+            reward_funcs=[count_w5],
+            max_grad_norm=100.0,
+        )
+        trainer.train()
+        said[rate] = [m for m in caplog.messages if m.startswith("entropy collapses: from 3.")]
+    assert [len(texts) for texts in said.values()] == [1, 0]
+    assert "To try: Lower learning_rate, raise kl_coef" in said[3e-2][0]
 
 
 def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
@@ -444,6 +505,65 @@ def test_the_command_for_reports(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["report", str(run), "--responses", "0"]) == 2
     assert main(["report", str(run / "nowhere")]) == 2
     assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_the_page_of_two_runs(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "two"
+    shutil.copytree(run, other)
+    write(other, "completions/step-000000.jsonl", [{"query": "2 + 2", "model response": "?"}])
+    for folder, rate in ((run, 1e-5), (other, 2e-5)):
+        options = {"learning_rate": rate, "seed": 1, "output_dir": str(folder)}
+        about = {"algorithm": "PPO", "model": rate, "options": options}
+        (folder / "run.json").write_text(json.dumps(about))
+    page_of_both = tmp_path / "both.html"
+    assert main(["report", str(run), str(other), "--output", str(page_of_both)]) == 0
+    found = unpack(page_of_both.read_text(encoding="utf-8"))
+    assert found["name"] == "one and two"
+    assert found["differ"] == [["model", 1e-5, 2e-5], ["learning_rate", 1e-5, 2e-5]]
+    assert [r["series"]["objective/scores"]["y"][-1] for r in found["runs"]] == [1.0, 1.0]
+    steps = [(table["run"], table["step"]) for table in found["tables"]["completions"]]
+    assert steps == [("one", 2), ("one", 4), ("two", 0), ("two", 2), ("two", 4)]
+    assert main(["report", str(run), str(other), str(run)]) == 2
+
+
+def test_a_live_page_reloads_until_the_run_ends(run: Path, monkeypatch: Any) -> None:
+    pages = []
+
+    def wait(seconds: float) -> None:
+        pages.append(unpack((run / "report.html").read_text(encoding="utf-8")))
+        assert len(pages) <= 2
+        row = {"step": 9, "objective/scores": 1.0}
+        row |= {"train_runtime": 1.0} if len(pages) == 2 else {}
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    monkeypatch.setattr("kedge.ext.report.command.time.sleep", wait)
+    assert main(["report", str(run), "--live"]) == 0
+    last = unpack((run / "report.html").read_text(encoding="utf-8"))
+    assert [p["live"] for p in (*pages, last)] == [15, 15, 0]
+    assert [p["updates"] for p in (*pages, last)] == [8, 9, 10]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_what_the_untrained_policy_says_is_shown_and_costs_no_number(
+    evaluated: bool, tmp_path: Path
+) -> None:
+    weights, held_out = [], {"eval_dataset": PROMPTS[:3]} if evaluated else {}
+    for tables in (2, 0):
+        folder = tmp_path / str(tables)
+        trainer = small(
+            output_dir=str(folder), total_episodes=16, num_sample_generations=tables, **held_out
+        )
+        untrained = trainer.generate_completions() if not tables else []
+        trainer.train()
+        weights.append(torch.cat([p.flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(*weights)
+    shown = gather(tmp_path / "2")["tables"]["completions"]
+    assert [table["step"] for table in shown] == [0, 2, 4]
+    if evaluated:  # nearly greedy answers to the same prompts
+        answers = [row["model response"] for row in shown[0]["rows"]]
+        assert answers == [row["model response"] for row in untrained]
 
 
 def test_what_is_damaged_is_left_out_and_counted(run: Path, caplog: Any) -> None:

@@ -16,7 +16,7 @@ from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
 from kedge.config.ppo import RECIPES as OF_CONFIGS
-from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, settings
+from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, render, settings
 from kedge.ext.cpu import matmul
 from kedge.ext.plan.command import human, optimizer_bytes, peaks, plan, short
 from kedge.loop.batch_sizes import compute_batch_sizes
@@ -367,6 +367,18 @@ def show_settings(recipe, size):
     """Name, value and comment of the settings that have a source."""
     rows = [row for section in [*settings(recipe, size).values()][1:4] for row in section.items()]
     return [(name, f"{v:g}" if isinstance(v, float) else str(v), text) for name, (v, text) in rows]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe["title"])
+def test_numbers_in_comments_are_those_of_the_size(recipe, size):
+    """What a comment says of responses an iteration or an optimizer step is so at this size."""
+    text, batch = render(recipe, size, 1, Path("x.yaml")), recipe["batches"][SIZES.index(size)]
+    minibatches = int(re.search(r"^num_mini_batches: (\d+)", text, re.MULTILINE)[1])
+    said = re.findall(r"# (\d+) (?:responses|(?:episodes )?(an optimizer step))", text)
+    want = [(str(batch // minibatches) if step else str(batch), step) for _, step in said]
+    assert said == want
+    assert size == SIZES[0] or said
 
 
 @pytest.fixture

@@ -134,6 +134,29 @@ def test_on_a_terminal_a_bar_moves_with_every_update():
     assert out.getvalue() == text  # a line that says nothing is not printed
 
 
+def test_rows_of_a_terminal_break_between_metrics():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    shown = ConsoleTracker(10, console=console, bar=False)
+    names = ("objective/scores", "objective/kl", "policy/entropy_avg", "loss/policy_avg")
+    names += ("loss/value_avg", "val/ratio", "policy/clipfrac_avg", "completions/mean_length")
+    shown.log(dict.fromkeys(names, -0.12345), step=10)
+    lines = out.getvalue().splitlines()
+    assert "entropy -0.1235" in lines[0]
+    assert [max(map(len, lines)) <= 80, len(lines)] == [True, 2]
+    assert [len(re.findall(r"-0\.1235(?=  |$)", line)) for line in lines] == [4, 4]
+    assert all(line.endswith("-0.1235") for line in lines)
+
+
+def test_the_bar_counts_no_start():
+    shown, _, clock = screen(terminal=True)
+    clock.now = 300.0
+    assert shown._bar.tasks[0].elapsed is None
+    shown.advance(1, {"time/step": 2.0})
+    assert 2.0 <= shown._bar.tasks[0].elapsed < 60.0
+    shown.close()
+
+
 def test_the_time_left_is_that_of_the_median_iteration():
     """Neither 94 s of starting engines nor an iteration of 39 minutes while stopped count."""
     shown, out, clock = screen()

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,7 @@ from kedge.records.errors import DataError
 
 FILE = "metrics.jsonl"
 AXES = {"episode": "responses trained on", "step": "iterations"}
+_STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
 _LARGEST = sys.float_info.max
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,12 @@ class RunLog:
 
     name: str  # of the run's folder or file
     rows: Sequence[dict[str, float]]
-    fixed_length: bool = False  # there is no stop token or stop string
-    bf16: bool = False
-    masked: bool = False  # tokens outside of the bounds have no gradient (``policy_loss="mask"``)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, from run.json
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether the options name no stop token or stop string."""
+        return all(name in self.options and not self.options[name] for name in _STOPS)
 
     def series(self, metric: str) -> list[float]:
         """The finite values of a metric, in order; empty if it was never logged."""
@@ -56,21 +60,16 @@ def read_log(run: str | Path) -> RunLog:
     rows = [row for row in read_rows(run) if "objective/scores" in row]
     if not rows:
         raise DataError(f"{log_file(run)} has no training rows (none with objective/scores)")
-    return RunLog(Path(run).name, rows, **read_options(log_file(run).parent))
+    return RunLog(Path(run).name, rows, read_options(log_file(run).parent))
 
 
-_STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
-
-
-def read_options(folder: Path) -> dict[str, bool]:
-    """``fixed_length``, ``bf16`` and ``masked`` of a ``RunLog``; {} without ``run.json``."""
+def read_options(folder: Path) -> dict[str, Any]:
+    """The trainer's options; {} without a readable ``run.json``."""
     try:
         options = json.loads((folder / "run.json").read_text(encoding="utf-8"))["options"]
-        fixed = all(not options[name] for name in _STOPS)
-        masked = options.get("policy_loss") == "mask"
-        return {"fixed_length": fixed, "bf16": bool(options.get("bf16")), "masked": masked}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return options if isinstance(options, dict) else {}
 
 
 def log_file(run: str | Path) -> Path:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 SHOWN = {
     "objective/scores": "score",
     "objective/kl": "kl",
+    "policy/entropy_avg": "entropy",
     "loss/policy_avg": "policy loss",
     "loss/value_avg": "value loss",
     "val/ratio": "ratio",
@@ -125,7 +126,7 @@ class ConsoleTracker:
                 refresh_per_second=4,
             )
             self._task = self._bar.add_task(
-                "training", total=total, completed=start, now="", left=""
+                "training", total=total, completed=start, now="", left="", start=False
             )
             self._bar.start()
 
@@ -150,8 +151,16 @@ class ConsoleTracker:
         if "episode" in metrics:
             shown.insert(0, f"episode {metrics['episode']:.0f}")
         left = [self._time_left()] if self.step < self.total and self._time_left() else []
-        line = "  ".join([f"step {step}/{self.total}", *shown, *left])
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        parts = [f"step {step}/{self.total}", *shown, *left]
+        if not self.console.is_terminal:
+            parts = ["  ".join(parts)]
+        lines = [parts[0]]
+        for part in parts[1:]:  # a line of a terminal ends between metrics
+            if len(lines[-1]) + 2 + len(part) <= self.console.width:
+                lines[-1] += f"  {part}"
+            else:
+                lines.append(f"  {part}")
+        self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Print one line of text, above the bar if there is one."""
@@ -165,8 +174,8 @@ class ConsoleTracker:
         if not self._closed and now - self._shown.get(name, -self._every) < self._every:
             return
         self._shown[name] = now
-        when = "after training, " if self._closed else ""
-        table = Table(title=f"{name}, {when}step {step}", show_lines=True, title_justify="left")
+        when = f"{'after training, ' * self._closed}step {step}" if step else "before training"
+        table = Table(title=f"{name}, {when}", show_lines=True, title_justify="left")
         for key in rows[0]:
             table.add_column(key)
         for row in rows[: self.max_rows]:
@@ -187,6 +196,10 @@ class ConsoleTracker:
         seconds = (now - self._moved) / (step - self.step)
         if not self._seconds:
             seconds = min(seconds, metrics.get("time/step", seconds))
+            if self._bar is not None and self._task is not None:
+                self._bar.start_task(self._task)
+                task = self._bar.tasks[0]
+                task.start_time = task.get_time() - seconds
         self._seconds.append(seconds)
         self._moved, self.step = now, step
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from kedge.cli.flags import Flags, print_table
 from kedge.ext.report.doctor import examine, open_question
-from kedge.ext.report.report import gather, page
+from kedge.ext.report.report import gather, gather_pair, page
 from kedge.output import check_file, check_picture
 from kedge.records.errors import ConfigError, install_command
+from kedge.reporting.base import write_whole
 from kedge.reporting.log import AXES, Band, RunLog, band, draw_panels, end_stats, log_file, read_log
+from kedge.reporting.log import read_rows as read_all
 
+RELOAD = 15  # seconds between two versions of a live page
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 COMPARE = """\
 RUN is the output_dir of a run, or its metrics.jsonl.  NAME=RUN,RUN,... groups runs, for example
@@ -24,7 +28,11 @@ anything was found."""
 REPORT = """\
 RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or
 send it.
-example: kedge report runs/one --output one.html"""
+Of two runs, the page shows their curves together, the settings that differ, and answers to the
+same prompts side by side.  With --live it is written again every few seconds, and an open page
+reloads itself, until the run ends or Ctrl-C is pressed.
+examples: kedge report runs/one --output one.html
+          kedge report runs/one runs/two"""
 
 
 def compare(argv: list[str]) -> int:
@@ -106,22 +114,35 @@ def doctor(argv: list[str]) -> int:
 
 
 def report(argv: list[str]) -> int:
-    """Write an HTML report of a run: curves, completions, tokens."""
-    description = "One HTML page of a run: overview, curves, completions, tokens."
+    """Write an HTML report of a run, or of two: curves, completions, tokens."""
+    description = "One HTML page of a run or two: overview, curves, completions, tokens."
     flags = Flags("kedge report", description, REPORT)
-    flags.add_argument("run", metavar="RUN")
-    flags.add_argument("--output", help="default: report.html in the run's folder")
+    flags.add_argument("runs", nargs="+", metavar="RUN")
+    text = "default: report.html in the run's folder; of two runs compare.html here"
+    flags.add_argument("--output", help=text)
     flags.add_argument(
         "--responses", type=int, default=5000, help="maximum responses of each kind on the page"
     )
+    flags.add_argument("--live", action="store_true", help="follow a run that is training")
     chosen = flags.parse_args(argv)
-    if chosen.responses < 1:
-        raise ConfigError(f"--responses {chosen.responses} must be 1 or more")
-    place = log_file(chosen.run).parent
-    file = Path(chosen.output) if chosen.output else place / "report.html"
+    runs, most = chosen.runs, chosen.responses
+    if most < 1:
+        raise ConfigError(f"--responses {most} must be 1 or more")
+    if len(runs) > 2:
+        raise ConfigError(f"kedge report reads one run or two, got {len(runs)}; see kedge compare")
+    place = log_file(runs[0]).parent / "report.html" if len(runs) == 1 else Path("compare.html")
+    file = Path(chosen.output) if chosen.output else place
     check_file("--output", file)
-    data = gather(chosen.run, most=chosen.responses)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(data), encoding="utf-8")
+    live = chosen.live
+    while True:
+        live = live and not all(any("train_runtime" in row for row in read_all(r)) for r in runs)
+        data = gather_pair(*runs, most=most) if runs[1:] else gather(*runs, most=most)
+        write_whole(file, page(data | {"live": RELOAD if live else 0}))
+        if not live:
+            break
+        try:
+            time.sleep(RELOAD)
+        except KeyboardInterrupt:
+            live = False  # the last version does not reload
     print(f"kedge: the report is in {file} ({file.stat().st_size / 2**20:.1f} MiB)")
     return 0

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import correlation, fmean, median
+from typing import Any
 
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
 FAR = 0.1  # approximate KL of an iteration in nats per token; usual is below 0.02
+# Options in the advice by their names in GRPO, which has a bound `epsilon` and a KL in the loss.
+GRPO = {
+    "cliprange": "epsilon",
+    "cliprange_high": "epsilon_high",
+    "kl_coef": "beta",
+    "whiten_advantages=False": 'scale_rewards="none"',
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ def rule(check: Callable[[RunLog], str | None]) -> Rule:
     @functools.wraps(check)
     def examine_log(log: RunLog) -> Finding | None:
         seen = check(log)
-        return None if seen is None else Finding(name, seen, advice)
+        return None if seen is None else Finding(name, seen, _advise(advice, log))
 
     RULES.append(examine_log)
     return examine_log
@@ -53,11 +62,37 @@ def examine(log: RunLog) -> list[Finding]:
     return [finding for finding in findings if finding is not None]
 
 
-def live_findings(rows: list[dict[str, float]], known: set[str]) -> list[str]:
-    """Findings worth stopping for that are not ``known``, which gets their rules."""
-    log, texts = RunLog("", rows), []
-    for each in LIVE:
-        finding = None if each.__name__ in known else each(log)
+def _advise(text: str, log: RunLog) -> str:
+    """Advice in the option names of the run's trainer; {NAME: words} needs such an option."""
+    known = {*log.options} | ({"several_answers"} if not _entropy(log) < 0.05 else set())
+    text = re.sub(r"\{(\w+): ([^}]*)\}", lambda m: m[2] if m[1] in known else "", text)
+    if "epsilon" in known:
+        text = re.sub(r"\w+(=False)?", lambda m: GRPO.get(m[0], m[0]), text)
+    return text
+
+
+def _entropy(log: RunLog) -> float:
+    """Of the newest rows, in nats per token: a fifth of a long run would report it late."""
+    return median(log.series("policy/entropy_avg")[-3:] or [math.nan])
+
+
+def live_findings(
+    rows: list[dict[str, float]],
+    known: set[str],
+    *,
+    options: Mapping[str, Any] | None = None,
+    share: float = 1.0,
+) -> list[str]:
+    """Findings of a run of which ``share`` is done that are not ``known``, which gets their rules.
+
+    Rules that wait for something to happen are asked of the second half of a run only.
+    """
+    if len(rows) < MIN_ROWS:
+        return []
+    log, texts = RunLog("", rows, options or {}), []
+    for each in RULES:
+        early = share < 0.5 and each in PATIENT
+        finding = None if early or each.__name__ in known else each(log)
         if finding is not None:
             known.add(each.__name__)
             texts.append(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
@@ -169,7 +204,9 @@ def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
     """
     gap = median(log.series("rollout/logprob_gap") or [0.0])
     text = f"log-probabilities differ by {gap:.3f} nats per token at equal weights"
-    return text if gap >= (0.06 if log.bf16 else 0.02) else None  # at 16, bf16 steps are 0.125
+    return (
+        text if gap >= (0.06 if log.options.get("bf16") else 0.02) else None
+    )  # at 16, bf16 steps are 0.125
 
 
 @rule
@@ -236,7 +273,7 @@ def gradients_spike(log: RunLog) -> str | None:
 def updates_are_too_large(log: RunLog) -> str | None:
     """Lower learning_rate, num_ppo_epochs or cliprange, or increase the batch size."""
     # a masked token is not pulled back (docs/algorithms/sao.md): the newest rows count
-    share, most = (0.1, 0.05) if log.masked else (1.0, 0.4)
+    share, most = (0.1, 0.05) if log.options.get("policy_loss") == "mask" else (1.0, 0.4)
     ratio, clipped = log.series("val/ratio"), log.last("policy/clipfrac_avg", share)
     far = [r for r in ratio if not 0.8 <= r <= 1.25]
     if not ratio or not (len(far) >= 0.2 * len(ratio) or clipped >= most):
@@ -278,20 +315,17 @@ def the_policy_runs_away_from_the_reference(log: RunLog) -> str | None:
 
 @rule
 def entropy_collapses(log: RunLog) -> str | None:
-    """Lower learning_rate, raise kl_coef, or clip higher above 1 (cliprange_high in PPO,
-    epsilon_high in GRPO) so that rare tokens can gain probability; check for identical answers to
-    all prompts.
+    """Lower learning_rate, raise kl_coef, or clip higher above 1 (cliprange_high) so that rare
+    tokens can gain probability; check for identical answers to all prompts.
     """
-    start, end = log.first("policy/entropy_avg"), log.last("policy/entropy_avg")
+    start, end = log.first("policy/entropy_avg"), _entropy(log)
     collapsed = len(log.rows) >= MIN_ROWS and start >= 0.05 and end <= 0.1 * start
     return f"from {start:.2f} to {end:.3f} nats per token" if collapsed else None
 
 
 @rule
 def the_value_explains_nothing(log: RunLog) -> str | None:
-    """Initialize it from the reward model if there is one (value_source), pretrain it (kedge value
-    fit, value_warmup_steps), or change value_learning_rate.
-    """
+    """Pretrain it (kedge value fit, value_warmup_steps), or change value_learning_rate."""
     known = log.series("val/explained_variance")
     if len(known) < MIN_ROWS:
         return None
@@ -321,8 +355,8 @@ def the_first_iterations_were_noise(log: RunLog) -> str | None:
 
 @rule
 def groups_of_equal_scores(log: RunLog) -> str | None:
-    """Choose prompts that are solved sometimes but not always, raise num_generations (unless the
-    policy gives a prompt the same answer each time), or resample such groups (dynamic_sampling).
+    """Choose prompts that are solved sometimes but not always{several_answers: , or raise
+    num_generations}{dynamic_sampling: , or resample such groups (dynamic_sampling)}.
     """
     share = log.first("objective/uniform_groups", 0.5)  # later, prompts may be solved
     text = f"{share:.0%} of responses are in a group with equal scores and have advantage 0"
@@ -418,7 +452,13 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     return f"{text}, {model * rows:.2g} s for the model" if slow else None
 
 
-LIVE = (fewer_responses_end, tokens_too_old_to_train_on)  # checked during a run, too
+PATIENT = (
+    the_reward_comes_from_one_turn_alone,
+    the_policy_does_not_move,
+    the_value_explains_nothing,
+    the_first_iterations_were_noise,
+    the_score_did_not_rise,
+)
 
 
 def _correlation(x: list[float], y: list[float]) -> float:

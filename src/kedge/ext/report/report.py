@@ -45,7 +45,7 @@ def gather(run: str | Path, *, most: int = 5000) -> dict[str, Any]:
         )
     rows = [{k: x for k, x in row.items() if not k.startswith("train_")} for row in rows]
     training = [row for row in rows if "objective/scores" in row]
-    log = RunLog(folder.name, training, **read_options(folder))
+    log = RunLog(folder.name, training, read_options(folder))
     tables = {
         name: _read_tables(folder / name, most)
         for name in sorted(p.name for p in folder.glob("*completions") if p.is_dir())
@@ -76,6 +76,43 @@ def gather(run: str | Path, *, most: int = 5000) -> dict[str, Any]:
         "tables": {name: table for name, table in tables.items() if table},
         "tokens": tokens,
     }
+
+
+def gather_pair(a: str | Path, b: str | Path, *, most: int = 5000) -> dict[str, Any]:
+    """The data of the page of two runs: those of the first, and ``runs`` with what is of each.
+
+    "differ": options and inputs with different values, a row ``[name, of a, of b]`` each.
+    """
+    runs = [gather(run, most=most) for run in (a, b)]
+    names = [str(data["name"]) for data in runs]
+    if names[0] == names[1]:
+        names = [str(a), str(b)]
+    tables: dict[str, list[Row]] = {}
+    for name, data in zip(names, runs, strict=True):
+        for kind, steps in data["tables"].items():
+            tables.setdefault(kind, []).extend({**table, "run": name} for table in steps)
+    shared = ("about", "findings", "unseen", "series", "episodes", "updates")
+    return runs[0] | {
+        "name": " and ".join(names),
+        "runs": [
+            {"name": name} | {key: data[key] for key in shared}
+            for name, data in zip(names, runs, strict=True)
+        ],
+        "differ": differences(runs[0]["about"], runs[1]["about"]),
+        "series": runs[1]["series"] | runs[0]["series"],
+        "meanings": runs[1]["meanings"] | runs[0]["meanings"],
+        "tables": tables,
+        "tokens": [],
+    }
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
+    """Inputs and options of two ``run.json`` with different values, without names of the run."""
+    inputs = ("algorithm", "model", "datasets", "rewards", "device", "processes")
+    sides = [{k: x.get(k) for k in inputs} | x.get("options", {}) for x in (a, b)]
+    named = ("output_dir", "run_name", "exp_name", "logging_dir")
+    names = [name for name in sides[0] | sides[1] if name not in named]
+    return [[n, *(x.get(n) for x in sides)] for n in names if sides[0].get(n) != sides[1].get(n)]
 
 
 def meaning(name: str) -> str:

@@ -179,7 +179,7 @@ class RewardServer:
 
     async def _read_body(self, request: Request) -> dict[str, Any]:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise HTTPException(415, "the Content-Type must be application/json")
+            raise HTTPException(415, "send JSON by POST, with Content-Type: application/json")
         data, chunks = bytearray(), request.stream()
         size = int(request.headers.get("content-length", 0))  # validated by h11
         try:

@@ -11,7 +11,7 @@ import torch
 from kedge.loop.evaluation import Evaluation, evaluate, solve_rates, win_rate
 from kedge.records.errors import CheckpointError
 from kedge.records.protocols import Hook
-from kedge.records.types import StepReport
+from kedge.records.types import RewardOutput, Rollout, StepReport
 from kedge.reporting.responses import IntervalSchedule, completion_rows
 from kedge.trainers.hooks.parts import RunParts
 from kedge.trainers.prompts import EvalSet
@@ -26,17 +26,32 @@ class Evaluations(RunParts, Hook):
 
     schedule: IntervalSchedule | None = None  # of tables during training
 
+    def on_step_begin(self, step: int) -> None:
+        """Show what the policy says before training, where samples are shown."""
+        if step == 0 and self.eval_sets and self._shows_samples:
+            self.generate_completions(sampling=True)
+
+    def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
+        """Without evaluation prompts, the first batch is what it says before training."""
+        if step == 0 and not self.eval_sets and self._shows_samples:
+            self._show_batch(rollout, reward_output)
+
     def on_step_end(self, report: StepReport) -> None:
         """Show a table if it is due, and evaluate if a callback asks for it."""
         if self.schedule is not None and self.schedule.samples(report.step):
             if self.eval_sets:
                 self.generate_completions(sampling=True)
-            else:  # the batch just trained on
-                sample = (report.rollout, report.reward_output)
-                most = max(TABLE_ROWS, self.printed_rows)
-                rows = completion_rows([sample], self.tokenizer)
-                self.show_table(rows, "completions", most=most)
+            elif report.step > 1:  # the batch just trained on; the first one was shown
+                self._show_batch(report.rollout, report.reward_output)
         self.on_epoch_end()
+
+    @property
+    def _shows_samples(self) -> bool:
+        return self.schedule is not None and self.schedule.sample_every is not None
+
+    def _show_batch(self, rollout: Rollout, reward_output: RewardOutput) -> None:
+        rows = completion_rows([(rollout, reward_output)], self.tokenizer)
+        self.show_table(rows, "completions", most=max(TABLE_ROWS, self.printed_rows))
 
     def on_epoch_end(self) -> None:
         """Evaluate if a callback asks for it."""

@@ -76,11 +76,13 @@ class Warnings(RunParts, Hook):
         self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        """Warn of findings of ``kedge doctor`` that are worth stopping for."""
-        examine = plugins.load("kedge.hooks", "doctor")
-        if examine is None or len(self.state.log_history) == self._rows:
+        """Warn once of each finding of ``kedge doctor``: every few rows, and at checkpoints."""
+        history, examine = self.state.log_history, plugins.load("kedge.hooks", "doctor")
+        new, saves = len(history) - self._rows, self.callbacks.control.should_save
+        if examine is None or not new or (new < len(history) // 50 and not saves):
             return
-        self._rows = len(self.state.log_history)
-        rows = [row for row in self.state.log_history if "objective/scores" in row]
-        for text in examine(rows, self.known):
+        self._rows = len(history)
+        rows = [row for row in history if "objective/scores" in row]
+        share = self.state.global_step / max(1, self.state.max_steps)
+        for text in examine(rows, self.known, options=self.args.to_dict(), share=share):
             self.warn(text)

@@ -56,7 +56,7 @@ function lineChart(canvas, lines, view) {
     pen.textAlign = "center";
     for (const t of ticks(x0, x1, Math.max(2, w / 110))) if (Number.isInteger(t)) pen.fillText(fmt(t), Math.min(w - 14, frame.X(t)), h - bottom + 5);
     lines.forEach((line, i) => {
-      const color = theme.color(COLORS[i % COLORS.length]);
+      const color = theme.color(line.color || COLORS[i % COLORS.length]);
       if (view.weight) trace(pen, line.x, line.y, color, 0.25);
       trace(pen, line.x, smoothed[i], color, 1);
     });
@@ -67,7 +67,7 @@ function lineChart(canvas, lines, view) {
     pen.setLineDash([]);
     lines.forEach((line, i) => {
       const k = nearest(line.x, at);
-      pen.fillStyle = theme.color(COLORS[i % COLORS.length]);
+      pen.fillStyle = theme.color(line.color || COLORS[i % COLORS.length]);
       pen.beginPath(); pen.arc(frame.X(line.x[k]), frame.Y(smoothed[i][k]), 3, 0, 7); pen.fill();
     });
   }

@@ -1,4 +1,7 @@
-// The same prompt at several steps, side by side.
+// The same prompt at several steps, or in two runs, side by side.
+const when = ({ step, to, run }) => `${run ? `${run}, ` : ""}${step ? (to > step ? `steps ${step} to ${to}` : `step ${step}`) : to ? `before training, to step ${to}` : "before training"}`;
+const same = (a, b) => a.step === b.step && a.run === b.run;
+
 function completions(data) {
   const names = Object.keys(data.tables);
   if (!names.length) {
@@ -14,7 +17,7 @@ function completions(data) {
   const list = virtualList({
     height: 58,
     draw: (p) => el("div", {}, el("div", { className: "top" },
-      el("span", {}, once ? `step ${p.steps[p.steps.length - 1].step}` : p.steps.length > 1 ? `${p.steps.length} steps, ${p.kinds} ${p.kinds > 1 ? "answers" : "answer"}` : `step ${p.steps[0].step}`),
+      el("span", {}, once ? when(p.steps[p.steps.length - 1]) : p.steps.length > 1 ? `${p.steps.length} steps, ${p.kinds} ${p.kinds > 1 ? "answers" : "answer"}` : when(p.steps[0])),
       scoreChip(average(p.steps[0]), sorted), p.steps.length > 1 ? ["→ ", scoreChip(average(p.steps[p.steps.length - 1]), sorted)] : null),
     el("div", { className: "line" }, p.prompt)),
     choose: show,
@@ -22,12 +25,12 @@ function completions(data) {
 
   function read() {
     const known = new Map();
-    for (const { step, rows } of data.tables[source.value]) {
+    for (const { step, run, rows } of data.tables[source.value]) {
       for (const row of rows) {
         const { query, "model response": response, score, ...rest } = row;
         if (!known.has(query)) known.set(query, { prompt: query, steps: [] });
         const { steps } = known.get(query);
-        if (!steps.length || steps[steps.length - 1].step !== step) steps.push({ step, to: step, answers: [] });
+        if (!steps.length || !same(steps[steps.length - 1], { step, run })) steps.push({ step, run, to: step, answers: [] });
         steps[steps.length - 1].answers.push({ response, score, rest });
       }
     }
@@ -36,9 +39,9 @@ function completions(data) {
     // Prompts that were sampled once have nothing to compare: all of a step, beside those of the first.
     once = prompts.length > 1 && prompts.every((p) => p.steps.length === 1) && data.tables[source.value].length > 1;
     if (once) {
-      const first = data.tables[source.value][0].step;
-      const at = (step) => ({ step, to: step, answers: prompts.filter((p) => p.steps[0].step === step).flatMap((p) => p.steps[0].answers.map((a) => ({ ...a, query: p.prompt }))) });
-      prompts = data.tables[source.value].map(({ step, rows }) => ({ prompt: `${rows.length} prompts`, steps: step === first ? [at(step)] : [at(first), at(step)] })).reverse();
+      const first = data.tables[source.value][0];
+      const at = ({ step, run }) => ({ step, run, to: step, answers: prompts.filter((p) => same(p.steps[0], { step, run })).flatMap((p) => p.steps[0].answers.map((a) => ({ ...a, query: p.prompt }))) });
+      prompts = data.tables[source.value].map((t) => ({ prompt: `${t.rows.length} prompts`, steps: t === first ? [at(t)] : [at(first), at(t)] })).reverse();
     }
     for (const p of prompts) p.kinds = new Set(p.steps.flatMap((s) => s.answers.map((a) => a.response))).size;
     if (!once) prompts.sort((a, b) => b.kinds - a.kinds); // most changed first
@@ -59,15 +62,15 @@ function completions(data) {
     const merged = []; // merge successive steps with equal answers
     for (const s of p.steps) {
       const last = merged[merged.length - 1];
-      if (last && JSON.stringify(last.answers) === JSON.stringify(s.answers)) last.to = s.step;
+      if (last && last.run === s.run && JSON.stringify(last.answers) === JSON.stringify(s.answers)) last.to = s.step;
       else merged.push({ ...s });
     }
     const cards = merged.map((s, i) => el("div", { className: "card" },
-      el("h3", {}, s.to === s.step ? `step ${s.step}` : `steps ${s.step} to ${s.to}`, s.answers.length > 1 ? el("span", { className: "quiet" }, `mean ${fmt(average(s))}`) : null),
+      el("h3", {}, when(s), s.answers.length > 1 ? el("span", { className: "quiet" }, `mean ${fmt(average(s))}`) : null),
       s.answers.map((a, k) => el("div", { className: "answer" },
         a.query ? el("div", { className: "line quiet", title: a.query }, a.query.length > 160 ? `${a.query.slice(0, 160)}…` : a.query) : null,
         el("div", {}, scoreChip(a.score, sorted), Object.entries(a.rest).map(([n, x]) => [" ", el("span", { className: "chip" }, `${n} ${typeof x === "number" ? fmt(x) : x}`)])),
-        el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && !once && s.answers.length === 1 ? merged[i - 1].answers[0].response : null))))));
+        el("pre", {}, word ? marked(a.response, word) : compared(a.response, i && merged[i - 1].run === s.run && !once && s.answers.length === 1 ? merged[i - 1].answers[0].response : null))))));
     detail.replaceChildren(once ? el("div", { className: "quiet" }, "Every prompt was sampled once. With an eval_dataset, every table has the same prompts, and answers to one prompt stand side by side.")
       : el("div", { className: "card" }, el("h3", { className: "quiet" }, "Prompt"), el("pre", {}, marked(p.prompt, word))),
       !once && p.steps.length > 1 && p.steps[0].answers.length === 1 ? el("div", { className: "quiet" }, "Words that are not in the previous response are marked.") : "", el("div", { className: "strips" }, cards));

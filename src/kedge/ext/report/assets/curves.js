@@ -5,6 +5,8 @@ const GROUPS = [
   ["Optimizer", /^(lr|grad_norm|skipped)/], ["Time and memory", /^(time|memory)\/|^(eps|tokens_per_second)$/], ["From reward functions", /^log\//], ["Run", /./],
 ];
 
+const legend = (lines) => lines.map((l) => [" · ", el("span", { style: `color:var(${l.color})` }, l.name)]);
+
 function curves(data) {
   const { given } = place();
   const view = { weight: Number(given.get("smooth") || 0), log: given.get("log") === "1", axis: given.get("axis") || "step" };
@@ -14,16 +16,17 @@ function curves(data) {
   const body = el("div", { className: "wide", style: "padding-top:0" }), count = el("span", { className: "quiet" });
   let charts = [];
 
-  const episodes = (x) => data.episodes.y[nearest(data.episodes.x, x)];
-  const at = view.axis === "episode" ? (xs) => xs.map(episodes) : (xs) => xs;
+  const at = view.axis === "episode" ? (xs, { episodes } = data) => xs.map((x) => episodes.y[nearest(episodes.x, x)]) : (xs) => xs;
   const names = Object.keys(data.series).filter((n) => n !== "episode");
   const overlaid = new Set(names.filter((n) => n.startsWith("eval_") && data.series[n.slice(5)]));
 
   function panel(name) {
     const both = name.startsWith("eval_") ? [] : [`eval_${name}`].filter((n) => overlaid.has(n));
-    const lines = [name, ...both].map((n) => ({ name: n, x: at(data.series[n].x), y: data.series[n].y }));
+    const lines = data.runs
+      ? data.runs.filter((r) => r.series[name]).map((r) => ({ name: r.name, color: COLORS[data.runs.indexOf(r)], x: at(r.series[name].x, r), y: r.series[name].y }))
+      : [name, ...both].map((n) => ({ name: n, x: at(data.series[n].x), y: data.series[n].y }));
     const canvas = el("canvas"), [, end] = ends(lines[0].y);
-    const made = el("div", { className: "card chart" }, el("h3", {}, name, el("span", {}, fmt(end))), el("p", {}, data.meanings[name] || "no description", both.length ? " · orange: on the evaluation prompts" : ""), canvas);
+    const made = el("div", { className: "card chart" }, el("h3", {}, name, el("span", {}, fmt(end))), el("p", {}, data.meanings[name] || "no description", !data.runs && both.length ? " · orange: on the evaluation prompts" : "", data.runs ? legend(lines) : null), canvas);
     const chart = lineChart(canvas, lines, view);
     const each = { made, chart, visible: false };
     canvas.addEventListener("pointermove", (event) => {

@@ -23,6 +23,8 @@ function open() {
     return;
   }
   $("data").remove();
+  if (DATA.live) setTimeout(() => location.reload(), 1000 * DATA.live);
+  if (DATA.runs) TABS.splice(0, TABS.length, ["overview", "Overview", twoRuns], ...TABS.slice(1, 3));
   $("name").textContent = DATA.name;
   const sizes = { curves: Object.keys(DATA.series).filter((n) => n !== "episode").length, completions: Object.values(DATA.tables).reduce((n, t) => n + rowCount(t), 0), tokens: rowCount(DATA.tokens) };
   $("tabs").append(...TABS.map(([name, label]) => {

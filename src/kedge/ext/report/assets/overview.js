@@ -30,6 +30,19 @@ function overview(data) {
     words(data));
 }
 
+// Two runs: how each metric ended, what was set differently, what is wrong with each.
+function twoRuns({ runs, differ, series, meanings }) {
+  const told = (r, name) => (r.series[name] ? ends(r.series[name].y).map((y) => fmt(y, 3)).join(" → ") : "–");
+  const json = (x) => (x === null || x === undefined ? "–" : typeof x === "string" ? x : JSON.stringify(x));
+  const head = runs.map((r, i) => el("span", { style: `color:var(${COLORS[i]})` }, r.name));
+  const results = TILES.filter(([name]) => series[name]).map(([name, label]) => [el("span", { title: meanings[name] }, label), ...runs.map((r) => told(r, name))]);
+  return el("div", { className: "wide" }, runs.map(headline), el("div", { className: "two" },
+    el("div", { className: "stack" }, el("div", { className: "card", id: "results" }, el("h2", {}, "How did they go?"), rowsOf(results, ["first → last fifth", ...head])),
+      runs.map((r) => el("div", {}, el("h3", {}, r.name), verdict(r)))),
+    el("div", { className: "card", id: "differ" }, el("h2", {}, "What differs?"), differ.length ? rowsOf(differ.map(([n, a, b]) => [n, json(a), json(b)]), ["setting", ...runs.map((r) => r.name)])
+      : el("div", { className: "quiet" }, "No option or input, as far as run.json says."))));
+}
+
 // Reward by number of the turn, and late episodes won and lost, side by side.
 const SHOWN_EPISODES = 3;
 function agent({ played, tokens }) {
