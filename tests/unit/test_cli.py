@@ -418,7 +418,9 @@ def test_another_column_and_a_quick_look(tmp_path):
     flags = [*MODEL, "--dataset_name", str(file), "--prompt_column"]
     train, _ = load_prompts(options(*flags, "question", "--sanity_check"))
     assert (len(train), train[7]) == (100, {"prompt": "q7", "answer": 7})
-    with pytest.raises(DataError, match="--prompt_column nothing does not exist; columns: question, "):
+    with pytest.raises(
+        DataError, match="--prompt_column nothing does not exist; columns: question, "
+    ):
         load_prompts(options(*flags, "nothing"))
 
 
