@@ -1,8 +1,13 @@
-"""A small chat model for the games: a tokenizer trained on their texts, and an untrained Llama."""
+"""A small chat model for the games: a tokenizer trained on their texts, and an untrained Llama.
+
+python examples/agent/model.py episodes.jsonl FOLDER    for the episodes of `kedge expert`
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,3 +87,8 @@ def save_untrained(folder: Path, texts: Iterable[str], seed: int) -> None:
 def load(folder: Path) -> tuple[Any, Any]:
     """Model and tokenizer of a folder."""
     return LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+if __name__ == "__main__":
+    rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
+    save_untrained(Path(sys.argv[2]), [m["content"] for r in rows for m in r["messages"]], seed=0)

@@ -415,10 +415,12 @@ def test_another_column_and_a_quick_look(tmp_path):
     file = tmp_path / "q.jsonl"
     lines = [json.dumps({"question": f"q{i}", "prompt": "no", "answer": i}) for i in range(200)]
     file.write_text("\n".join(lines))
-    flags = [*MODEL, "--dataset_name", str(file), "--dataset_prompt_column"]
+    flags = [*MODEL, "--dataset_name", str(file), "--prompt_column"]
     train, _ = load_prompts(options(*flags, "question", "--sanity_check"))
     assert (len(train), train[7]) == (100, {"prompt": "q7", "answer": 7})
-    with pytest.raises(DataError, match="'nothing' does not exist; columns:"):
+    with pytest.raises(
+        DataError, match="--prompt_column nothing does not exist; columns: question, "
+    ):
         load_prompts(options(*flags, "nothing"))
 
 

@@ -45,7 +45,7 @@ class ScriptArguments:
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split with the training prompts.")
     dataset_test_split: str = option("test", "Split with the evaluation prompts.")
-    dataset_prompt_column: str | None = option(
+    prompt_column: str | None = option(
         None, "Prompt column, if it is not called prompt, query or input_ids."
     )
     reward_funcs: list[str] | None = option(

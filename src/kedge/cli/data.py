@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,18 +190,73 @@ def hold_out(rows: Any, missing: str) -> tuple[Any, Any]:
 
 def _select_prompts(rows: Any, options: Options) -> Any:
     """Rename the prompt column, and cut the dataset for a sanity check."""
-    column = options.script.dataset_prompt_column
-    if column is not None:
-        if column not in rows.column_names:
-            raise DataError(
-                f"dataset_prompt_column={column!r} does not exist; columns: "
-                f"{', '.join(rows.column_names)}"
-            )
-        others = [n for n in ("input_ids", "prompt") if n in rows.column_names and n != column]
-        rows = rows.remove_columns(others)
-        rows = rows if column == "prompt" else rows.rename_column(column, "prompt")
+    column = options.script.prompt_column
+    rows = name_columns(rows, {"prompt": column})
+    if column is not None and "input_ids" in rows.column_names:
+        rows = rows.remove_columns("input_ids")  # it would be read instead
     elif rows.column_names == ["text"]:
         rows = rows.rename_column("text", "prompt")
     if options.script.sanity_check:
         rows = rows.select(range(min(SANITY_ROWS, len(rows))))
     return rows
+
+
+# -- columns ---------------------------------------------------------------------------------------
+
+TIES = {"", "0", "tie", "draw", "same", "equal", "both", "neither", "none"}
+
+
+def name_columns(rows: Any, given: Mapping[str, str | None]) -> Any:
+    """Give columns the names that training reads.
+
+    ``{"prompt": "ticket"}`` is the flag ``--prompt_column ticket``; None leaves a column as it is.
+    Another column that has the name already is dropped.
+    """
+    found = {column: name for name, column in given.items() if column is not None}
+    for column, name in found.items():
+        _check_column(rows, f"{name}_column", column)
+    hidden = [name for name in found.values() if name in rows.column_names and name not in found]
+    return rows.remove_columns(hidden).rename_columns(found) if found else rows
+
+
+def read_winners(rows: Any, a: str, b: str, winner: str) -> Any:
+    """Columns ``chosen`` and ``rejected`` of two answers and the name of the better one.
+
+    The winner is a, b, 1 or 2 in either case, the name of a column, or the text of the answer;
+    ties are dropped and counted.
+    """
+    for flag, column in (("a_column", a), ("b_column", b), ("winner_column", winner)):
+        _check_column(rows, flag, column)
+    labels = [{"a", "1", a.lower()}, {"b", "2", b.lower()}]
+    kept, chosen, rejected = [], [], []
+    for number, (won, *answers) in enumerate(zip(rows[winner], rows[a], rows[b], strict=True)):
+        whole = isinstance(won, float) and won.is_integer()  # integers beside an empty cell
+        word = str("" if won is None else int(won) if whole else won).strip()
+        best = [i for i in (0, 1) if word.lower() in labels[i]]
+        best = best or [i for i in (0, 1) if word == str(answers[i]).strip()]
+        if not best and word.lower() not in TIES:
+            raise DataError(
+                f"--winner_column {winner}, row {number + 1}: {word[:80]!r} is neither a, b, 1 or"
+                " 2, nor the text of an answer, nor a tie (tie or empty)"
+            )
+        if len(best) == 1 and answers[0] != answers[1]:
+            kept.append(number)
+        chosen.append(answers[best[0] if best else 0])
+        rejected.append(answers[1 - best[0] if best else 1])
+    if not kept:
+        raise DataError(f"--winner_column {winner} names no winner: all {len(rows)} pairs are ties")
+    old = {a, b, winner} | ({"chosen", "rejected"} & {*rows.column_names})
+    rows = rows.add_column("_chosen", chosen).add_column("_rejected", rejected)
+    rows = rows.remove_columns(sorted(old))
+    rows = rows.rename_columns({"_chosen": "chosen", "_rejected": "rejected"})
+    if len(kept) < len(rows):
+        note(f"{len(rows) - len(kept)} of {len(rows)} pairs are ties, and left out")
+        rows = rows.select(kept)
+    return rows
+
+
+def _check_column(rows: Any, flag: str, column: str) -> None:
+    if column not in rows.column_names:
+        raise DataError(
+            f"--{flag} {column} does not exist; columns: {', '.join(rows.column_names)}"
+        )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.data import Splits
+from kedge.cli.data import read_winners
 from kedge.cli.model_arguments import get_peft_config
 from kedge.cli.ppo import load_options, load_tokenizer
 from kedge.config.declare import Count, Natural, option
@@ -38,6 +38,21 @@ class RewardArguments(BeforeArguments):
         "Pairs that check the trained model: of dataset_test_split, or the last of the training"
         " split, at most a tenth, which are then not trained on; 0: no check.",
     )
+    winner_column: str | None = option(
+        None,
+        "Column with the better of two answers, instead of columns chosen and rejected: a, b, 1, 2"
+        " or its text; ties are dropped.",
+    )
+    a_column: str = option("a", "Column of the first answer, with winner_column.")
+    b_column: str = option("b", "Column of the second answer, with winner_column.")
+
+    def name_columns(self, rows: Any) -> Any:
+        """The rows with the columns that training reads."""
+        if self.winner_column is not None:
+            rows = read_winners(rows, self.a_column, self.b_column, self.winner_column)
+        elif (self.a_column, self.b_column) != ("a", "b"):
+            raise ConfigError("--a_column and --b_column need --winner_column; add it")
+        return super().name_columns(rows)
 
 
 parser = partial(build_parser, "reward", RewardArguments)
@@ -74,13 +89,14 @@ def load_pairs(script: RewardArguments, config: Any) -> tuple[Any, Any]:
     train, test = load_rows(script, config)
     if test is not None or not script.num_held_out:
         return train, test
-    splits = Splits(str(script.dataset_name), script.dataset_config)
+    splits = script.splits
     if splits.local and splits.has(script.dataset_test_split):
-        test = splits.load(script.dataset_test_split)
+        test = script.load(script.dataset_test_split)
         return train, test.select(range(min(script.num_held_out, len(test))))
     end = len(train) - min(script.num_held_out, len(train) // 10)
-    held_out = train.select(range(end, len(train)))
-    return train.select(range(end)), held_out if len(held_out) else None
+    if end == len(train):
+        return train, None
+    return train.select(range(end)), train.select(range(end, len(train)))
 
 
 def load_scorer(name: str, options: Any) -> Any:

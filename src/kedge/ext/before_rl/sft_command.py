@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kedge.cli.arguments import Parser, read
-from kedge.cli.data import Splits
+from kedge.cli.data import Splits, name_columns
 from kedge.cli.model_arguments import get_peft_config
 from kedge.cli.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
@@ -31,9 +31,37 @@ class BeforeArguments:
     dataset_config: str | None = option(None, "Configuration of a hub dataset.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on.")
+    prompt_column: str | None = option(None, "Prompt column, if it is not called prompt.")
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def name_columns(self, rows: Any) -> Any:
+        """The rows with the columns that training reads."""
+        return name_columns(rows, {"prompt": self.prompt_column})
+
+    def load(self, split: str) -> Any:
+        """The rows of a split."""
+        return self.name_columns(self.splits.load(split))
+
+    @property
+    def splits(self) -> Splits:
+        """The splits of the dataset."""
+        return Splits(str(self.dataset_name), self.dataset_config)
+
+
+@dataclass
+class SFTArguments(BeforeArguments):
+    """Data of a supervised model."""
+
+    completion_column: str | None = option(
+        None, "Completion column, if it is not called completion."
+    )
+
+    def name_columns(self, rows: Any) -> Any:
+        """The rows with the columns that training reads."""
+        names = {"prompt": self.prompt_column, "completion": self.completion_column}
+        return name_columns(rows, names)
 
 
 def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
@@ -51,7 +79,7 @@ def build_parser(kind: Literal["sft", "reward"], script: Any) -> Parser:
     )
 
 
-parser = partial(build_parser, "sft", BeforeArguments)
+parser = partial(build_parser, "sft", SFTArguments)
 
 
 def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> tuple[Any, Any, Any]:
@@ -81,10 +109,9 @@ def read_step(parser: Parser, argv: Sequence[str], *, scalar: bool = False) -> t
 
 def load_rows(script: BeforeArguments, config: Any) -> tuple[Any, Any]:
     """Training rows, and evaluation rows or None."""
-    splits = Splits(str(script.dataset_name), script.dataset_config)
     evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
-    test = splits.load(script.dataset_test_split) if evaluates else None
-    return splits.load(script.dataset_train_split), test
+    test = script.load(script.dataset_test_split) if evaluates else None
+    return script.load(script.dataset_train_split), test
 
 
 def main(argv: Sequence[str]) -> None:

@@ -49,7 +49,8 @@ def train_supervised(
     if not any(names <= columns for names in accepted):
         raise DataError(
             f"supervised training needs a column text, columns prompt and completion, or messages;"
-            f" the dataset has {', '.join(sorted(columns))}"
+            f" the dataset has {', '.join(sorted(columns))}; --prompt_column and"
+            " --completion_column name columns that are called otherwise"
         )
     if tokenizer.eos_token is None:
         raise DataError(
@@ -256,7 +257,8 @@ def train_reward(
         raise DataError(
             "preferences need columns chosen and rejected, and prompt unless these include it;"
             f" {', '.join(sorted(missing))} is missing (the dataset has"
-            f" {', '.join(train.column_names)})"
+            f" {', '.join(train.column_names)}); --winner_column, --a_column and --b_column read"
+            " two answers and the better one"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if fresh_head:
