@@ -1,6 +1,7 @@
 # make demo   the main job        make setup   the set-up
 # make check  after a change: format, lint, types, the unit tests of what changed; about a minute
-# make test   before a commit: one test of every kind; six minutes on two cores
+# make test   before a commit: unit tests, references, one run of each trainer; six minutes on two cores
+# make fast   every fast test
 # make test-all   every test
 # make test-isa   the fast tests as a processor without AVX-512 (or without AVX2) computes them
 # make demo-agent   an agent of many turns: a text world, from a careless expert to PPO
@@ -27,7 +28,7 @@ VLLM   := .venv-vllm
 VBIN   := $(VLLM)/bin
 OTHERS := .venv-adapters
 
-.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint check conformance fast smoke slow \
+.PHONY: demo demo-agent headline docs test test-all test-core test-isa test-adapters test-compat test-matrix test-gpu vllm-env test-vllm lint check conformance quick fast smoke slow \
 	setup bench bench-gpu dist clean help
 
 help:
@@ -70,10 +71,16 @@ lint: setup
 check: lint
 	@tests=$$($(BIN)/python -m tests.changed); if [ -n "$$tests" ]; then $(PYTEST) -m "not slow and not vllm and not ray" $$tests; fi
 
-# The environment of the second part is made while the first part runs.
+# Unit tests of every package, the references, and one run of each trainer; then one with Ray and vLLM, whose
+# environment is made while the first part runs.
+QUICK  := tests/unit tests/property tests/reference tests/golden tests/architecture
 test: lint
-	$(MAKE) --no-print-directory -j2 fast vllm-env
+	$(MAKE) --no-print-directory -j2 quick vllm-env
 	$(MAKE) --no-print-directory smoke
+
+quick: setup
+	$(PYTEST) -m "not slow and not vllm and not ray" $(QUICK)
+	$(PYTEST) -m "smoke and not vllm and not ray" tests/e2e tests/environments tests/docs
 
 test-all: lint
 	$(MAKE) --no-print-directory -j2 fast vllm-env

@@ -49,6 +49,7 @@ def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, f
     return found, [row for row in found.state.log_history if "objective/kl" in row]
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore:the KL to the reference")
 def test_same_samples_same_weights_as_the_trainer(tmp_path: Path) -> None:
     data = [samples(seed=i) for i in range(STEPS)]

@@ -101,6 +101,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_training_moves_the_policy_and_logs_numbers(name: str) -> None:
     trainer = CASES[name]()

@@ -217,6 +217,7 @@ def test_other_settings_reference_and_prompts_are_listed_on_resume(tmp_path: Pat
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("curves")
 def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer(tmp_path / "run", save_total_limit=1)

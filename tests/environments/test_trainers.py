@@ -60,6 +60,7 @@ def tooled(trainer: Any, config: Any, **options: Any) -> Any:
 TOOLS = ("tools", "environment_factory", "environment", "reward_funcs", "train_dataset")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "given",
     [
