@@ -162,6 +162,8 @@ def test_every_named_test_exists(page: Path) -> None:
     for file, test in named:
         assert (ROOT / file).is_file(), file
         assert not test or test in functions_in(ROOT / file), f"{file}::{test}"
+
+
 @pytest.mark.smoke
 def test_every_figure_is_drawn_from_its_record(capsys: pytest.CaptureFixture[str]) -> None:
     assert redraw.main(["--check"]) == 0, capsys.readouterr().err

@@ -128,6 +128,8 @@ def trainer(tmp_path: Path, **options: Any) -> AsyncPPOTrainer:
         **reward,
         train_dataset=[{"prompt": f"w{i} 1 2"} for i in range(15, 25)],
     )
+
+
 @pytest.mark.smoke
 def test_one_apart_by_default_and_in_turn_by_choice(tmp_path: Path) -> None:
     for mode, lags in ((True, [0, 1, 1]), (False, [0, 0, 0])):
