@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -471,13 +470,11 @@ def test_what_is_rejected_leaves_every_mean_and_the_rest_is_weighted(
 
 
 def test_tokens_that_are_too_old_keep_their_value_target_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer, batch = one_step(old_tokens, monkeypatch)
     old = torch.cat([batch.too_old(row) for row in batch.rows]).double()
     assert 0.3 < float(old.mean()) < 0.7
-    said = caplog.text.count("tokens are older than max_lag and do not train")
-    assert said == (find_spec("kedge.ext") is not None)  # by the doctor's rules, once
     assert rows(trainer)[0]["rollout/too_old_tokens"] == pytest.approx(float(old.mean()))
     check_step("too old", trainer, batch, ppo_loss())
 

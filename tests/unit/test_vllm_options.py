@@ -93,7 +93,7 @@ def trainer_of(tmp_path, monkeypatch, model, **options):
         ({"vllm_sleep": True, "heads": 1}, "vllm_sleep=True needs a GPU"),
         (
             {"vllm_engine_args": {"max_model_len": 4}, "heads": 1},
-            r"need 55 positions; vLLM with vllm_max_model_length \(max_model_len\) has 4",
+            r"need 55 positions; vLLM with max_model_len \(vllm_engine_args\) has 4",
         ),
     ],
 )

@@ -69,7 +69,8 @@ def describe(parser: argparse.ArgumentParser, nullable: Collection[str]) -> list
         if action.nargs is not None:
             spec["nargs"] = action.nargs
         if action.choices is not None:
-            spec["choices"] = [str(x) for x in action.choices]
+            none = ["none", "null", "None"] if action.dest in nullable else []
+            spec["choices"] = [*(str(x) for x in action.choices), *none]
         elif action.dest not in nullable:
             spec |= {"type": x} if (x := getattr(action.type, "__name__", "")) in TYPES else {}
         flags.append([action.option_strings, spec])

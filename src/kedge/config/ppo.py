@@ -209,7 +209,8 @@ class PPOConfig(ValueArguments, OnPolicyConfig):
         high = self.cliprange if self.cliprange_high is None else self.cliprange_high
         if self.dual_clip is not None and self.dual_clip <= 1 + high:
             raise ConfigError(
-                f"dual_clip={self.dual_clip} must be above 1 + cliprange={1 + high:g}; 3 is usual"
+                f"dual_clip={self.dual_clip} must be above 1 + the upper clip range, {1 + high:g};"
+                " 3 is usual"
             )
 
 

@@ -284,4 +284,4 @@ def vllm_limit(config: Any) -> dict[str, int]:
     limit = engine_args(config.vllm_engine_args).get("max_model_len")
     if not isinstance(limit, int) or limit < 1:  # None lets vLLM decide
         return {}
-    return {"vLLM with vllm_max_model_length (max_model_len)": limit}
+    return {"vLLM with max_model_len (vllm_engine_args)": limit}

@@ -130,6 +130,12 @@ class Models:
         return model
 
 
+_NO_OWN_ATTENTION = (
+    "freeze_value_attention needs a separate value model, but the value is a head or an adapter on"
+    ' the policy; set value_source="copy", or leave it out'
+)
+
+
 def check_models(options: ModelOptions) -> None:
     """Check all that is known before models are loaded."""
     policy, reference = options.policy, options.ref_model
@@ -141,6 +147,7 @@ def check_models(options: ModelOptions) -> None:
     if isinstance(policy, nn.Module):
         _check_ref_adapter(options, policy)
     _check_train_layers(options, policy)
+    _check_ref_moves(options, adapted=options.adapted(policy))
     if options.needs_values:
         _check_value(options)
     if options.ref_workers:
@@ -208,10 +215,7 @@ def _build_value(policy: nn.Module, options: ModelOptions) -> Value:
         train_top_layers(value.backbone, layers, what="the value model")
     if options.freeze_value_attention:
         if not isinstance(value, ScalarModel):
-            raise ConfigError(
-                "freeze_value_attention needs a separate value model, but the value is a head"
-                ' or an adapter on the policy; set value_source="copy", or leave it out'
-            )
+            raise ConfigError(_NO_OWN_ATTENTION)
         freeze_attention(value.backbone, what="the value model")
     return value
 
@@ -265,15 +269,7 @@ def _load_reward(reward: Any) -> ScalarModel:
 
 def _build_reference(policy: nn.Module, options: ModelOptions) -> tuple[Reference | None, bool]:
     """Build the reference; also returns whether it equals the initial policy."""
-    problems = {
-        "there is none; set beta or kl_coef above 0": not options.needs_reference,
-        "ray_ref_workers have it; set ray_ref_workers=0": options.ref_workers,
-        "an adapter shares its base with it": hasattr(policy, "peft_config"),
-    }
-    for problem in [text for text, applies in problems.items() if applies and options.ref_moves]:
-        raise ConfigError(
-            f"sync_ref_model=True moves the reference, but {problem}, or leave it out"
-        )
+    _check_ref_moves(options, adapted=hasattr(policy, "peft_config"))
     if options.ref_workers or not options.needs_reference:
         return None, options.ref_workers > 0 and options.ref_model is None
     if options.ref_model is not None:
@@ -358,8 +354,24 @@ def _check_ref_workers(options: ModelOptions) -> None:
         )
 
 
+def _check_ref_moves(options: ModelOptions, *, adapted: bool) -> None:
+    """Check that a reference which moves towards the policy is one of the learner's own."""
+    problems = {
+        "there is none; set beta or kl_coef above 0": not options.needs_reference,
+        "ray_ref_workers have it; set ray_ref_workers=0": options.ref_workers,
+        "an adapter shares its base with it": adapted,
+    }
+    for problem in [text for text, applies in problems.items() if applies and options.ref_moves]:
+        raise ConfigError(
+            f"sync_ref_model=True moves the reference, but {problem}, or leave it out"
+        )
+
+
 def _check_value(options: ModelOptions) -> None:
     """Check that the options of the value model agree, and that what it starts from is there."""
+    head = options.value_source == "policy" and options.value_model is None
+    if options.freeze_value_attention and (head or options.value_adapter):
+        raise ConfigError(_NO_OWN_ATTENTION)
     if options.value_adapter:
         if isinstance(options.value_model, nn.Module):
             raise ConfigError(

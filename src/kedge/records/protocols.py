@@ -81,7 +81,7 @@ def check_declared(x: object, kind: type, *names: str) -> None:
     """Refuse what would be ignored: attributes of these names mean nothing outside of ``info``."""
     undeclared = [name for name in names if hasattr(x, name)]
     if undeclared and not isinstance(getattr(x, "info", None), kind):
-        name, own = undeclared[0], type(x).__name__
+        name, own = undeclared[0], getattr(x, "__name__", type(x).__name__)
         raise ConfigError(
             f"{own} has {name}, which is not read unless it is declared: set {own}.info ="
             f" kedge.records.protocols.{kind.__name__}({name}=...)"

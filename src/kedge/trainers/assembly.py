@@ -69,7 +69,10 @@ def assemble(inputs: TrainerInputs) -> Run:
 
     # The tokenizer, and where responses end.
     model, loading = inputs.model, options.loading_options(args)
-    tokenizer = find_tokenizer(inputs.processing_class, model, loading)
+    # Code that comes with a tokenizer runs only if the config says so, whatever the model's.
+    tokenizer = find_tokenizer(
+        inputs.processing_class, model, {**loading, "trust_remote_code": args.trust_remote_code}
+    )
     assert model is not None  # find_tokenizer requires it
     ends = eos_token_ids(
         model,
@@ -252,6 +255,7 @@ def check_rollouts(setup: Setup) -> Correction | None:
     if rounds := setup.algorithm.resample:
         sizes.check_whole_groups(f"dynamic_sampling={rounds}", "dynamic_sampling=0")
     if args.rollout_schedule == "as_completed":
+        check_as_completed(setup.algorithm, args)
         sizes.check_whole_groups('rollout_schedule="as_completed"', 'rollout_schedule="in_order"')
     return build_correction(
         options.correction_options(args),
@@ -260,6 +264,18 @@ def check_rollouts(setup: Setup) -> Correction | None:
         logprobs="sampled" if ready is None else ready.logprob_kind,
         sampling=setup.sampling,
     )
+
+
+def check_as_completed(algorithm: Algorithm, args: OnPolicyConfig) -> None:
+    """Check that single prompts can be sampled as they complete."""
+    problem = "vllm_sleep=True pauses vLLM between whole batches" if args.vllm_sleep else ""
+    if algorithm.needs_greedy:
+        problem = f"{algorithm.name} needs a greedy response to each prompt"
+    if problem:
+        raise ConfigError(
+            f'rollout_schedule="as_completed" cannot be used: {problem}; set'
+            ' rollout_schedule="in_order"'
+        )
 
 
 # -- rewards and the learner -----------------------------------------------------------------------

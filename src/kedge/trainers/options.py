@@ -1,4 +1,4 @@
-"""From a config to the frozen record of each builder: one function for each record."""
+"""From a config to what each builder takes, most often a frozen record: one function for each."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class RLOOTrainer(TrainerShell):
         args = bound.pop("args", None)
         if arguments.get("reward_model") is not None:
             given = bound.get("processing_class")
-            loading = {} if args is None else loading_options(args)
+            loading = loading_options(args) if isinstance(args, RLOOConfig) else {}
             tokenizer = find_tokenizer(given, bound.get("model"), loading)
             bound["processing_class"] = pick_tokenizer(given, tokenizer)
             bound["reward_funcs"] = score_texts(bound["reward_funcs"], tokenizer)

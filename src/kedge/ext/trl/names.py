@@ -47,6 +47,16 @@ ALIASES = (
 )
 
 
+# Options that earlier releases had.
+GONE = {
+    "log_completions_hub_repo": "tables of completions are files in completions/, for `hf upload`",
+    "num_partial_batches": "engines that hold single prompts sample as completed, others in order",
+    "use_adaptive_entropy": "entropy_coef is constant",
+    "kl_cov": "it is a transform of your own, shown in docs/algorithms/grpo.md",
+    "clip_cov": "it is a transform of your own, shown in docs/algorithms/grpo.md",
+}
+
+
 def advice(config: str, name: str) -> str:
     """Where a config takes a name that ``kedge.<config>`` does not know; "" if nowhere."""
     if not config:  # flags of a command
@@ -60,6 +70,8 @@ def advice(config: str, name: str) -> str:
 
 def suggest(config: str, name: str) -> tuple[tuple[str, ...], str]:
     """All names of the option that ``name`` is one of, and where a config takes it."""
+    if name in GONE:
+        return (), f"; it is gone: {GONE[name]}"
     removed = REMOVED.get(name)
     if isinstance(removed, Alias):
         return (removed.target,), ""

@@ -152,7 +152,7 @@ class VLLMEngine:
             raise RolloutError(
                 f"the prompt of {lengths[row]} tokens and max_new_tokens={limits[row]}"
                 f" need {lengths[row] + limits[row]} tokens, but vLLM was started with"
-                f" max_model_len={self.max_length} (vllm_engine_args, vllm_max_model_length); raise"
+                f" max_model_len={self.max_length} (vllm_engine_args); raise"
                 " it, or shorten prompts (max_prompt_length) or responses"
             )
         return build_requests(prompts, sampling, seed, vocabulary=self.spec.vocabulary)
