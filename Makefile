@@ -73,7 +73,7 @@ check: lint
 
 # Unit tests of every package, the references, and one run of each trainer; then one with Ray and vLLM, whose
 # environment is made while the first part runs.
-QUICK  := tests/unit tests/property tests/reference tests/golden tests/architecture
+QUICK  := tests/unit tests/property tests/reference tests/golden tests/architecture/test_budgets.py tests/architecture/test_layout.py
 test: lint
 	$(MAKE) --no-print-directory -j2 quick vllm-env
 	$(MAKE) --no-print-directory smoke
