@@ -38,8 +38,9 @@ _NO_ROOM = 0.01  # seconds to wait while all threads are busy
 class Calls:
     """Runs functions in threads and coroutines on one event loop.
 
-    At most ``most`` run at the same time.  A call that takes more than ``timeout`` seconds is left
-    in a daemon thread, which keeps its place until it ends; a coroutine is cancelled.
+    No more than ``most`` calls run at the same time.  A call that takes more than ``timeout``
+    seconds is left in a daemon thread, which keeps its place until it ends; a coroutine is
+    cancelled.
     """
 
     def __init__(self, *, timeout: float | None = None, most: int = 256) -> None:

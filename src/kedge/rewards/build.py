@@ -199,7 +199,7 @@ def _is_function(spec: str) -> bool:
 def load_function(spec: str) -> Callable[..., Any]:
     """The function that ``"package.module:function"`` or ``"file.py:function"`` names.
 
-    Or the name of an entry point in ``kedge.rewards``.
+    ``spec`` may also name an entry point of ``kedge.rewards``.
     """
     if (plugin := plugins.load("kedge.rewards", spec)) is not None:
         found: Callable[..., Any] = plugin

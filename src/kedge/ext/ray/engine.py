@@ -292,7 +292,7 @@ class HostedEngine(Hosted, EmbeddedEngine):
         self.load_stored(stored, 0, None)
 
     def load_stored(self, stored: StoredWeights, version: int, expected: None) -> Receipt:
-        """Load weights from the object store, which are compared bit by bit."""
+        """Load weights from the object store; they are then compared bit by bit."""
         return self.load_weights(dict(stored.tensors()), version)
 
 
