@@ -27,7 +27,7 @@ example:
       --reward_funcs rewards.py:length --stop_token eos --total_episodes 10000 --output_dir runs/a
   kedge plan ppo ...         the same flags: batch sizes and estimated memory
 
-MODEL is a folder or a name on the Hugging Face hub.  `kedge ppo --help` lists every flag;
+MODEL is a folder or a name on the Hugging Face hub.  `kedge ppo --help all` lists every flag;
 --config FILE.yaml reads them from a file; flags on the command line override it.
 KEDGE_TRACEBACK=1 prints the full traceback of an error."""
 
