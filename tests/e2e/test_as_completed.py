@@ -18,6 +18,7 @@ from kedge.records.types import RewardOutput, Rollout
 from kedge.rollout.embedded import generation
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import ScriptedRollouts, tiny_policy
+from kedge.trainers import assembly
 from tests.reference.test_whole_update import Batch
 from tests.unit.callback_runs import StopAt
 from tests.unit.text_toys import EOS, PAD
@@ -65,6 +66,21 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_sampled(tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small(**(OPTIONS | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": remax()}, "remax needs a greedy response"),
+        ({"freeze_value_attention": True, "value_source": "policy"}, "freeze_value_attention"),
+    ],
+)
+def test_what_is_known_is_refused_before_weights_load(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "load_models", lambda _: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=said):
         small(**(OPTIONS | changes))
 

@@ -43,6 +43,7 @@ from kedge.records.protocols import EngineInfo, RewardInfo, RewardSource, Rollou
 from kedge.records.types import Sampling
 from kedge.rewards import check_sources, reward_source
 from kedge.rewards.build import as_list
+from kedge.rollout.scheduler.as_completed import check_algorithm
 from kedge.trainers import options
 from kedge.trainers.advice import SETTINGS, Settings, apply
 from kedge.trainers.hf_callbacks import build_callbacks
@@ -255,7 +256,12 @@ def check_rollouts(setup: Setup) -> Correction | None:
     if rounds := setup.algorithm.resample:
         sizes.check_whole_groups(f"dynamic_sampling={rounds}", "dynamic_sampling=0")
     if args.rollout_schedule == "as_completed":
-        check_as_completed(setup.algorithm, args)
+        check_algorithm(setup.algorithm)
+        if args.vllm_sleep:
+            raise ConfigError(
+                "vllm_sleep=True lets vLLM sleep between whole batches, which"
+                ' rollout_schedule="as_completed" does not have; set one of them to its default'
+            )
         sizes.check_whole_groups('rollout_schedule="as_completed"', 'rollout_schedule="in_order"')
     return build_correction(
         options.correction_options(args),
@@ -264,18 +270,6 @@ def check_rollouts(setup: Setup) -> Correction | None:
         logprobs="sampled" if ready is None else ready.logprob_kind,
         sampling=setup.sampling,
     )
-
-
-def check_as_completed(algorithm: Algorithm, args: OnPolicyConfig) -> None:
-    """Check that single prompts can be sampled as they complete."""
-    problem = "vllm_sleep=True pauses vLLM between whole batches" if args.vllm_sleep else ""
-    if algorithm.needs_greedy:
-        problem = f"{algorithm.name} needs a greedy response to each prompt"
-    if problem:
-        raise ConfigError(
-            f'rollout_schedule="as_completed" cannot be used: {problem}; set'
-            ' rollout_schedule="in_order"'
-        )
 
 
 # -- rewards and the learner -----------------------------------------------------------------------

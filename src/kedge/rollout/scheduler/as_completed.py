@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from kedge.algorithms import Algorithm
 from kedge.records.errors import CheckpointError, ConfigError
 from kedge.records.protocols import EngineInfo, Ranks, RewardInfo, RolloutEngine, read_info
 from kedge.records.types import Sample, add_times
@@ -37,6 +38,15 @@ from kedge.rollout.scheduler.worker import (
     WeightUpdate,
     list_engines,
 )
+
+
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Refuse an algorithm whose greedy responses come before those of a prompt."""
+    if algorithm.needs_greedy:
+        raise ConfigError(
+            f"{algorithm.name} needs a greedy response to each prompt, which"
+            ' rollout_schedule="as_completed" does not sample; set rollout_schedule="in_order"'
+        )
 
 
 class AsCompleted:
@@ -76,11 +86,7 @@ class AsCompleted:
 
     def configure(self, collector: RolloutCollector, rollouts: RolloutEngine) -> None:
         """Set the collector and the rollout engine used from now on."""
-        if collector.algorithm.needs_greedy:
-            raise ConfigError(
-                f"{collector.algorithm.name} needs a greedy response to each prompt, which"
-                ' rollout_schedule="as_completed" does not sample; set rollout_schedule="in_order"'
-            )
+        check_algorithm(collector.algorithm)
         state = self.state
         state.collector, self._source, source = collector, collector.source, collector.source
         state.workers, state.num_scorers = [], 0
