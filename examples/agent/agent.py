@@ -155,9 +155,7 @@ def train(
             max_turn_tokens=task.max_turn_tokens,
             response_length=task.max_tokens,
             stop_token="eos",
-            temperature=1.0,
             total_episodes=sizes.batch * sizes.iterations,
-            kl_coef=0.0,
             gradient_checkpointing=False,
             save_strategy="no",
             overwrite_output_dir=True,
@@ -167,6 +165,8 @@ def train(
             seed=seed,
             **{
                 "per_device_train_batch_size": sizes.batch,
+                "temperature": 1.0,
+                "kl_coef": 0.0,
                 "num_ppo_epochs": 2,
                 "num_mini_batches": 4,
                 "learning_rate": 5e-4,
