@@ -1,1 +1,1 @@
-"""A critic or groups: which algorithm for which length of episode.  docs/records/critic-or-groups.md."""
+"""A critic or groups, by length of episode: docs/records/critic-or-groups.md."""

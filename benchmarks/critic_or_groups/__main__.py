@@ -1,7 +1,7 @@
 """Train every method on the games, and keep each run as a line of a record.
 
-python -m benchmarks.critic_or_groups --choose            learning rates, on the seed that does not count
-python -m benchmarks.critic_or_groups                     seeds 0 to 4 of what is missing
+python -m benchmarks.critic_or_groups --choose    learning rates, on a seed that does not count
+python -m benchmarks.critic_or_groups             seeds 0 to 4 of what is missing
 python -m benchmarks.critic_or_groups --lags 1 2 4 --lengths 10 --methods PPO SAO GRPO
 
 docs/records/critic-or-groups.md has the rule, which was written before the runs, and the result.
