@@ -138,42 +138,43 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
+def arguments(task: Task, output: Path, sizes: Sizes, seed: int, method: str) -> Any:
+    """The options of one of ``METHODS``."""
+    _, config, options = METHODS[method]
+    defaults = {
+        "environment_kwargs": task.options,
+        "max_turns": task.max_turns,
+        "max_turn_tokens": task.max_turn_tokens,
+        "response_length": task.max_tokens,
+        "stop_token": "eos",
+        "temperature": 1.0,
+        "total_episodes": sizes.batch * sizes.iterations,
+        "per_device_train_batch_size": sizes.batch,
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 4,
+        "learning_rate": 5e-4,
+        "kl_coef": 0.0,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "overwrite_output_dir": True,
+        "num_sample_generations": 0,
+        "logging_steps": max(1, sizes.iterations // 20),
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    return config(output_dir=str(output), seed=seed, **defaults | options)
+
+
 def train(
     task: Task, start: Path, output: Path, sizes: Sizes, seed: int, method: str = "PPO, value model"
 ) -> None:
     """Train the model in ``start`` by one of ``METHODS``."""
     model, tokenizer = load(start)
-    trainer_class, config_class, options = METHODS[method]
-    trainer = trainer_class(
+    trainer = METHODS[method][0](
         model=model,
         processing_class=tokenizer,
         environment=task.environment,
-        args=config_class(
-            output_dir=str(output),
-            environment_kwargs=task.options,
-            max_turns=task.max_turns,
-            max_turn_tokens=task.max_turn_tokens,
-            response_length=task.max_tokens,
-            stop_token="eos",
-            total_episodes=sizes.batch * sizes.iterations,
-            gradient_checkpointing=False,
-            save_strategy="no",
-            overwrite_output_dir=True,
-            num_sample_generations=0,
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=seed,
-            **{
-                "per_device_train_batch_size": sizes.batch,
-                "temperature": 1.0,
-                "kl_coef": 0.0,
-                "num_ppo_epochs": 2,
-                "num_mini_batches": 4,
-                "learning_rate": 5e-4,
-                "logging_steps": max(1, sizes.iterations // 20),
-            }
-            | options,
-        ),
+        args=arguments(task, output, sizes, seed, method),
     )
     trainer.train()
     trainer.save_model()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kedge.environments import Response
 from kedge.testing import tiny_policy
 from kedge.verifiers import ifeval
 from tests import processes
@@ -39,6 +40,43 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         return [importlib.import_module(name) for name in names]
 
     return load
+
+
+def test_methods_of_the_agent(load: Callable[..., Any], tmp_path: Path) -> None:
+    (agent,) = load("agent", "agent")
+    for method in agent.METHODS:
+        task, sizes = agent.TASKS["calculator"], agent.Sizes()
+        options = agent.arguments(task, tmp_path, sizes, seed=3, method=method)
+        assert (options.seed, options.kl_coef, options.max_turns) == (3, 0, 8), method
+        assert options.total_episodes == 3840, method
+
+
+def test_the_lake_of_ragen(load: Callable[..., Any]) -> None:
+    pytest.importorskip("gymnasium")
+    (module,) = load("public_tasks", "lake")
+    lake = module.FrozenLake()
+    first, _ = lake.reset(seed=0, options={})
+    assert first.splitlines()[-4:][0][0] == "P"
+    said = lake.step(Response("<answer>Up || Fly</answer>"))
+    assert (said[1], said[2], said[4]["metrics"]) == (-0.1, False, {"illegal": 1.0})
+    for _ in range(10):
+        _, reward, over, cut, info = lake.step(Response("<answer>up||Left</answer>"))
+        if over or cut:
+            break
+    # Up and to the left of the corner it can only slide along the edge: ten moves end it at most.
+    assert lake.moves <= 10
+    assert info["metrics"]["success"] == reward == 0
+
+
+def test_the_rewards_of_reasoning_gym(load: Callable[..., Any]) -> None:
+    pytest.importorskip("reasoning_gym", exc_type=ImportError)
+    rewards, tasks = load("public_tasks", "rewards", "tasks")
+    (row,) = tasks.generated("spell_backward", 1, seed=1)
+    answer = json.loads(row["entry"])["answer"]
+    texts = [f"<think>a</think><answer>{answer}</answer>", f"<answer>{answer}", "no"]
+    assert rewards.correct(texts, entry=[row["entry"]] * 3)[:1] == [1.0]
+    assert rewards.correct(texts, entry=[row["entry"]] * 3)[1] < 1
+    assert rewards.tags(texts) == [1.0, 0.25, 0.0]
 
 
 @needs_trl
