@@ -1,0 +1,247 @@
+"""The tables and pictures of the study, from the runs in the record.
+
+python -m benchmarks.critic_or_groups.draw && python -m docs.redraw
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+RECORDS = Path(__file__).parents[1] / "records"
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+GAMES = {"gates": "Gates", "lake": "Lake"}
+METHODS = ("PPO", "PPO, credit by turn", "SAO", "RLOO", "GRPO", "REINFORCE++")
+WITHOUT_CRITIC = METHODS[3:]
+PRICES = (0.25, 1, 4, 16)
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t of n values, two sides
+
+Run = dict[str, Any]
+Runs = dict[tuple[str, int, str], dict[int, Run]]  # game, length, method -> seed -> run
+
+
+def load() -> tuple[Runs, list[Run]]:
+    """Runs that count, without lag; and those that chose the learning rates."""
+    counted: Runs = {}
+    chosen: list[Run] = []
+    for game in GAMES:
+        file = RECORDS / "critic_or_groups" / f"{game}.jsonl"
+        for line in file.read_text().splitlines() if file.is_file() else []:
+            run = json.loads(line)
+            if run["seed"] == 100:
+                chosen.append(run)
+            elif not run["lag"]:
+                counted.setdefault((game, run["length"], run["method"]), {})[run["seed"]] = run
+    return counted, chosen
+
+
+def steps(values: Sequence[float]) -> list[float]:
+    """What each iteration adds to a running total."""
+    return [b - a for a, b in zip((0, *values), values, strict=False)]
+
+
+def cost(price: float) -> Callable[[Run], list[float]]:
+    """CPU seconds of every iteration, those of sampling at this many times their price."""
+
+    def of(run: Run) -> list[float]:
+        rows = run["rows"]
+        parts = zip(rows["rollout"], rows["annotate"], rows["update"], strict=True)
+        shares = [rollout / (rollout + annotate + update) for rollout, annotate, update in parts]
+        whole = steps(rows["cpu"])
+        return [c * (1 + (price - 1) * s) for c, s in zip(whole, shares, strict=True)]
+
+    return of
+
+
+def episodes(run: Run) -> list[float]:
+    """Episodes of every iteration."""
+    return steps(run["rows"]["episodes"])
+
+
+def tokens(run: Run) -> list[float]:
+    """Tokens of every iteration, those of prompts and observations as well."""
+    return steps(run["rows"]["tokens"])
+
+
+def area(run: Run, spent: list[float], budget: float) -> float:
+    """Mean success in training up to a budget."""
+    total = left = 0.0
+    for score, amount in zip(run["rows"]["score"], spent, strict=True):
+        part = min(amount, budget - left)
+        total, left = total + score * part, left + part
+    return total / budget
+
+
+def areas(
+    runs: Runs, game: str, length: int, measure: Callable[[Run], list[float]]
+) -> dict[str, dict[int, float]]:
+    """The area of every method and seed, up to what the cheapest run of the seed spent."""
+    mine = {m: runs[game, length, m] for m in METHODS if (game, length, m) in runs}
+    seeds = set.intersection(*(set(by_seed) for by_seed in mine.values())) if mine else set()
+    found: dict[str, dict[int, float]] = {m: {} for m in mine}
+    for seed in sorted(seeds):
+        spent = {m: measure(by_seed[seed]) for m, by_seed in mine.items()}
+        budget = min(map(sum, spent.values()))
+        for m, amounts in spent.items():
+            found[m][seed] = area(mine[m][seed], amounts, budget)
+    return found
+
+
+def difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, float]:
+    """Mean difference of two methods on the same seeds, and half of its 95% interval."""
+    pairs = [a[seed] - b[seed] for seed in sorted(a)]
+    return fmean(pairs), T_95[len(pairs)] * stdev(pairs) / len(pairs) ** 0.5
+
+
+def lengths_of(runs: Runs, game: str) -> list[int]:
+    """Lengths of a game with all methods and at least two seeds in common."""
+    every = sorted({length for g, length, _ in runs if g == game})
+    return [
+        length
+        for length in every
+        if len(found := areas(runs, game, length, episodes)) == len(METHODS)
+        and len(found["PPO"]) > 1
+    ]
+
+
+def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
+    """Table: mean success in training, and on new seeds after it."""
+    rows = []
+    for method in METHODS:
+        row = [method]
+        for length in lengths:
+            over = areas(runs, game, length, episodes)[method].values()
+            end = fmean(r["end"]["success"] for r in runs[game, length, method].values())
+            row.append(f"{fmean(over):.1%}, then {end:.1%}")
+        rows.append(row)
+    starts = ["before training"]
+    for length in lengths:
+        every = runs[game, length, "PPO"].values()
+        starts += [f"{fmean(run['start']['success'] for run in every):.1%}"]
+    return {"columns": ["", *(f"{n} moves" for n in lengths)], "rows": [starts, *rows]}
+
+
+def against(
+    runs: Runs,
+    game: str,
+    lengths: list[int],
+    measures: dict[str, Callable[[Run], list[float]]],
+    critic: str,
+) -> dict[str, Any]:
+    """Table: points that a method with a critic is ahead of each without, by measure."""
+    rows = []
+    for name, measure in measures.items():
+        for other in WITHOUT_CRITIC:
+            row = [name, other]
+            for length in lengths:
+                found = areas(runs, game, length, measure)
+                mean, half = difference(found[critic], found[other])
+                row.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+            rows.append(row)
+    return {"columns": ["equal", "ahead of", *(f"{n} moves" for n in lengths)], "rows": rows}
+
+
+def rates(chosen: list[Run]) -> dict[str, Any]:
+    """Table: mean success in training of every rate that was tried."""
+    names = sorted({run["rate"] for run in chosen})
+    rows = []
+    for game, title in GAMES.items():
+        for method in METHODS:
+            row = [title, method]
+            for rate in names:
+                mine = [
+                    fmean(run["rows"]["score"])
+                    for run in chosen
+                    if (run["game"], run["method"], run["rate"]) == (game, method, rate)
+                ]
+                row.append(f"{fmean(mine):.1%}" if mine else "not run")
+            rows.append(row)
+    return {"columns": ["", "", *(f"{rate:g}" for rate in names)], "rows": rows}
+
+
+def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
+    """Success in training against episodes: mean of seeds, a picture for each length."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(lengths), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for axes, length in zip(all_axes, lengths, strict=True):
+        for number, method in enumerate(METHODS):
+            found = list(runs[game, length, method].values())
+            size = 64 // int(found[0]["rows"]["episodes"][0])  # SAO's iterations have 16 episodes
+            curves = [
+                [fmean(r["rows"]["score"][i : i + size]) for i in range(0, 20 * size, size)]
+                for r in found
+            ]
+            means = [fmean(values) for values in zip(*curves, strict=True)]
+            line = "-" if method not in WITHOUT_CRITIC else "--"
+            x = [64 * (i + 1) for i in range(len(means))]
+            axes.plot(x, means, line, color=f"C{number}", label=method)
+        axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="episodes")
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("success in training")
+    all_axes[-1].legend(fontsize=8)
+    figure.savefig(IMAGES / f"critic_{game}.png", dpi=110)
+
+
+def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
+    """How far PPO is ahead of each method without a critic, against the price of sampling."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(lengths), 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for axes, length in zip(all_axes, lengths, strict=True):
+        for other in WITHOUT_CRITIC:
+            points = []
+            for price in PRICES:
+                found = areas(runs, game, length, cost(price))
+                points.append(difference(found["PPO"], found[other]))
+            means, halves = zip(*((100 * m, 100 * h) for m, h in points), strict=True)
+            axes.errorbar(PRICES, means, halves, capsize=3, label=f"PPO - {other}")
+        axes.axhline(0, color="0.5", linewidth=1)
+        axes.set_xscale("log", base=4)
+        axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="price of sampling / training")
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("points ahead at equal cost")
+    all_axes[-1].legend(fontsize=8)
+    figure.savefig(IMAGES / f"critic_price_{game}.png", dpi=110)
+
+
+def main() -> None:
+    """Write the tables and the pictures."""
+    runs, chosen = load()
+    measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
+    measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES}
+    tables: dict[str, Any] = {"rates": rates(chosen)}
+    for game in GAMES:
+        if lengths := lengths_of(runs, game):
+            tables[f"success_{game}"] = success(runs, game, lengths)
+            tables[f"ppo_{game}"] = against(runs, game, lengths, measures, "PPO")
+            equal = {"episodes": episodes}
+            for critic, name in (("PPO, credit by turn", "turn"), ("SAO", "sao")):
+                tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
+            draw_curves(runs, game, lengths)
+            draw_prices(runs, game, lengths)
+    every = [*chosen, *(run for by_seed in runs.values() for run in by_seed.values())]
+    about = {
+        "question": "For which length of episode, and at which price, does a critic pay?",
+        "command": "python -m benchmarks.critic_or_groups, first with --choose",
+        "commits": sorted({run["commit"] for run in every}),
+        "machines": sorted({run["machine"] for run in every}),
+        "versions": sorted({run["versions"] for run in every}),
+        "runs": len(every),
+        "cpu_hours": round(sum(run["rows"]["cpu"][-1] for run in every) / 3600, 2),
+    }
+    text = json.dumps({"about": about, "tables": tables}, indent=1, ensure_ascii=False)
+    (RECORDS / "critic_or_groups.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
