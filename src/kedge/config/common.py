@@ -375,6 +375,12 @@ class LogArguments:
         False,
         "Evaluate the policy before training, too; later evaluations log a win rate against it.",
     )
+    stop_on_finding: bool = option(
+        False,
+        "End the run with a checkpoint when kedge doctor finds what runs rarely recover from: a "
+        "dead reward, a score that falls, a collapsed entropy, or a policy far from the reference. "
+        "A resumed run continues past what was found before.",
+    )
 
 
 @dataclass
