@@ -26,8 +26,9 @@ from kedge.cli.ppo import (
     model_names,
     resume_point,
 )
+from kedge.ext.before_rl.reward_command import load_scorer
 from kedge.ext.plan.command import plan
-from kedge.models.load import _hub_problem
+from kedge.models.load import _hub_problem, check_source
 from kedge.records.errors import ConfigError, DataError
 from kedge.rewards.build import check_sources
 
@@ -447,7 +448,7 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
         load_prompts(options(*MODEL, *flags))
 
 
-def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch):
+def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch, caplog):
     """One request instead of five with pauses, which took 51 s; the thing stands first."""
     asked = []
 
@@ -469,10 +470,16 @@ def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeyp
             "'r.py' names no function; write r.py:ok (it has ok)",
         ),
         (lambda: Splits(data), "the dataset 'data/nope' " + none.format(data)),
+        (lambda: load_scorer("nope", None), "the model 'nope' " + none.format("nope")),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             call()
     assert len(asked) == 1
+    monkeypatch.setattr("kedge.models.load.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("kedge.models.load.constants.HF_HUB_OFFLINE", False)
+    Path("models--x--cached/snapshots").mkdir(parents=True)
+    check_source("x/cached", "the model")
+    assert "set HF_HUB_OFFLINE=1 to read the cache at once" in caplog.text
     _hub_problem.cache_clear()
 
 
