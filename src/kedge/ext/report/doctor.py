@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import correlation, fmean, median
 from typing import Any
 
+from kedge.reporting.base import format_duration
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
@@ -441,9 +442,10 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
     rows = responses_per_batch(log)
-    text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
-    slow = waiting > model and waiting * rows >= 0.3 * step
-    return f"{text}, {model * rows:.2g} s for the model" if slow else None
+    if not (waiting > model and waiting * rows >= 0.3 * step):
+        return None
+    wait, whole, used = map(format_duration, (waiting * rows, step, model * rows))
+    return f"{wait} of an iteration of {whole} wait for environments, {used} for the model"
 
 
 SEVERE = (
