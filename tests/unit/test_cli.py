@@ -79,6 +79,28 @@ def test_help_and_wrong_flags_are_answered_before_torch_is_imported(words, tmp_p
     assert words == "--help" or run.stderr.startswith("kedge ppo: error: ")
 
 
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("ppo", "seed: 1\nloss_type: dapo\nbeta: 0", "loss_type, beta belong to kedge grpo: run"),
+        (
+            "grpo",
+            "{vf_coef: 1, lam: 1, gamma: 1, cliprange_value: 1}",
+            "vf_coef, lam, gamma and 1 more",
+        ),
+        ("rloo", "beta: 0", "run kedge grpo --config {}; it is called kl_coef here"),
+        ("ppo", "beta1: 0", "unknown option beta1"),
+        ("rloo", "vf_coef: 0.1", "vf_coef belongs to kedge ppo and kedge async-ppo: run kedge ppo"),
+        ("grpo", "wandb_entity: me", "wandb_entity belongs to kedge async-ppo: run"),
+    ],
+)
+def test_a_file_of_another_command_names_it(command, content, message, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    assert main([command, "--config", str(file)]) == 2
+    assert message.format(file) in capsys.readouterr().err
+
+
 def test_flags_and_help_are_those_of_the_parsers():
     written = json.loads(quick.FILE.read_text())
     if written["transformers"] != transformers.__version__:
