@@ -170,7 +170,7 @@ def test_runs_that_rise_or_have_one_length_on_purpose() -> None:
     some_cut = [0.01 * i for i in range(10)]
     assert rules(scored(1.0, 2.0, completions__truncated_ratio=some_cut)) == []
     cut = {"completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
-    no_stop = dict.fromkeys(("stop_token", "stop_token_id", "stop_token_ids", "stop_strings"))
+    no_stop = dict.fromkeys(("stop_token", "stop_token_ids", "stop_strings"))
     assert rules(RunLog("made", [cut] * 4, no_stop)) == []
     assert rules(RunLog("made", [*[cut] * 3, cut | {"val/num_eos_tokens": 1.0}])) == [
         "responses do not end"
@@ -247,7 +247,7 @@ def test_what_the_run_asked_for_is_read_beside_its_log(tmp_path: Path) -> None:
     row = {"objective/scores": 1.0, "completions/truncated_ratio": 1.0, "val/num_eos_tokens": 0.0}
     (tmp_path / "metrics.jsonl").write_text((json.dumps(row) + "\n") * 4)
     assert rules(read_log(tmp_path)) == ["nothing ends"]
-    stops = {"stop_token": None, "stop_token_id": None, "stop_token_ids": None}
+    stops = {"stop_token": None, "stop_token_ids": None}
     for strings, found in (([], []), (["."], ["nothing ends"])):
         (tmp_path / "run.json").write_text(
             json.dumps({"options": {**stops, "stop_strings": strings}})

@@ -131,7 +131,6 @@ class SamplingArguments:
         "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
         "generation_config. With None (none on the command line) they end at neither.",
     )
-    stop_token_id: Natural | None = option(None, "End responses at this token id as well.")
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
         None, "End responses at these token ids as well; with stop_token=None at these alone."
     )

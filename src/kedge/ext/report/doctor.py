@@ -179,7 +179,7 @@ def the_reward_comes_from_one_turn_alone(log: RunLog) -> str | None:
 @rule
 def nothing_ends(log: RunLog) -> str | None:
     """Start from a model that was trained to end its answers, raise the length limit, or set the
-    stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
+    stop tokens of the model (stop_token_ids); stop_token=None declares fixed-length responses.
     """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
     if not cut or min(cut) < 1.0 or ended or log.fixed_length or log.series("environment/turns"):
