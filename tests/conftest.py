@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,18 @@ def _own_precision() -> None:
 def curves(monkeypatch: pytest.MonkeyPatch, draw_curves: Callable[..., Path | None]) -> None:
     """With this fixture, runs draw their curves."""
     monkeypatch.setattr("kedge.reporting.log.draw_curves", draw_curves)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], Any]:
+    """``with logged(regex):`` needs a matching line in the log, as ``pytest.warns`` a warning."""
+
+    @contextmanager
+    def check(regex: str) -> Iterator[pytest.LogCaptureFixture]:
+        caplog.clear()
+        try:
+            yield caplog
+        finally:
+            assert re.search(regex, caplog.text), caplog.text
+
+    return check

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kedge.cli.main import run_command
+from kedge.reporting.base import format_duration
 
 QUICK = Sizes(expert_episodes=64, batch=8, iterations=3, evaluated=16)
 console = Console()
@@ -71,7 +72,7 @@ def main(argv: list[str]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show_result(before, after, sizes.evaluated)
     console.print(
-        f"{summary['seconds']:.0f} seconds. Models, episodes and curves are in {folder};"
+        f"{format_duration(summary['seconds'])}. Models, episodes and curves are in {folder};"
         f" `kedge report {folder}/ppo` writes a report page of the run."
     )
 

@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kedge import GRPOConfig, GRPOTrainer
 from kedge.records.types import PromptBatch, Sampling
+from kedge.reporting.base import format_duration
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.verifiers import exact_match
 
@@ -241,7 +242,7 @@ def main() -> None:
     table = Table("", "supervised", "GRPO", title="result", title_justify="left")
     table.add_row("greedy accuracy on new sums", f"{before:.1%}", f"{after:.1%}")
     console.print(table)
-    console.print(f"{result['seconds']:.0f} seconds. Models and curves are in {folder}")
+    console.print(f"{format_duration(result['seconds'])}. Models and curves are in {folder}")
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ def test_a_tool() -> None:
     game = names["Doubling"]()
     assert game.reset(seed=21, options={})[0] == "What is twice 21?"
     assert game.step(Response("42"))[1:4] == (1.0, True, False)
+    assert game.step(Response("It is 42."))[1] == 1.0
+    assert game.step(Response("40, 41, 42, 43"))[1] == game.step(Response("142"))[1] == 0.0
 
 
 @pytest.mark.usefixtures("demo")

@@ -71,6 +71,7 @@ def test_your_own_agent(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     assert run("own-agent.md", tmp_path) == 8
+    runpy.run_path("shop.py", run_name="__main__")  # a second time, over the same database
     assert len(read(tmp_path / "runs" / "shop" / "episodes.jsonl")) == 24
     for name in ("before", "after"):
         rows = read(tmp_path / "runs" / "shop" / f"{name}.jsonl")

@@ -315,7 +315,7 @@ class Poison(TrainerCallback):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_weights_that_are_not_finite_are_in_no_checkpoint_that_a_run_resumes(
-    tmp_path: Path, lag: int
+    tmp_path: Path, lag: int, logged: Any
 ) -> None:
     def made(**options: Any) -> Any:
         sizes = {"total_episodes": 20, "num_ppo_epochs": 1, "save_steps": 1, "max_lag": lag}
@@ -336,6 +336,6 @@ def test_weights_that_are_not_finite_are_in_no_checkpoint_that_a_run_resumes(
     assert saved(tmp_path) == [2, 3]
     with pytest.raises(CheckpointError, match=r"checkpoint-3 is damaged: weight .* is not finite"):
         made().train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    with pytest.warns(UserWarning, match=r"checkpoint-3 is damaged.* Resuming from .*checkpoint-2"):
+    with logged(r"checkpoint-3 is damaged.* Resuming from .*checkpoint-2"):
         result = made().train(resume_from_checkpoint=True)
     assert result.global_step == 5

@@ -231,7 +231,6 @@ def test_signals_that_the_program_handles_are_left_to_it(ignored: bool) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.filterwarnings("ignore:iteration . was interrupted")  # the key may fall into one
 @pytest.mark.parametrize("presses", [1, 2])
 @pytest.mark.parametrize("schedule", ["in_order", "as_completed"])
 def test_a_run_goes_on_after_an_interrupt(tmp_path: Path, schedule: str, presses: int) -> None:
@@ -277,10 +276,10 @@ def press_at(made: Any, call: int) -> None:
         made.train()
 
 
-def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path) -> None:
+def test_an_update_that_was_broken_off_is_told_of(tmp_path: Path, logged: Any) -> None:
     made = small(output_dir=str(tmp_path), total_episodes=12)
     press_at(made, 4)  # the second of two steps of the second update
-    with pytest.warns(UserWarning, match="iteration 2 was interrupted between optimizer steps"):
+    with logged("iteration 2 was interrupted between optimizer steps"):
         made.train()
     assert made.engine.state_consistent
 

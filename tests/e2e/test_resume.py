@@ -137,7 +137,9 @@ def reshape_a_moment(folder: Path) -> None:
     write_manifest(folder)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, logged: Any
+) -> None:
     first = trainer(tmp_path / "cut", StopAt(4), save_steps=1)
     first.train()
     damaged = tmp_path / "cut" / "checkpoint-4" / "model.safetensors"
@@ -146,9 +148,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     damaged.write_bytes(bytes(data))
     reshape_a_moment(tmp_path / "cut" / "checkpoint-3")
     second = trainer(tmp_path / "cut", save_steps=2)
-    with pytest.warns(UserWarning, match="is damaged") as caught:
+    with logged("is damaged") as caught:
         second.train(resume_from_checkpoint=True)
-    told = " ".join(str(warning.message) for warning in caught)
+    told = caught.text
     assert "checkpoint-4 is damaged: model.safetensors" in told
     moment = r"optimizer/state/\d+/exp_avg must be .*, got torch.float32 \(1, 16\) \(of the weight "
     assert re.search(rf"checkpoint-3 is damaged: .*{moment}.*Resuming from .*checkpoint-2", told)
@@ -201,10 +203,12 @@ def policy_in(folder: Path) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
 
 
-def test_other_settings_reference_and_prompts_are_listed_on_resume(tmp_path: Path) -> None:
+def test_other_settings_reference_and_prompts_are_listed_on_resume(
+    tmp_path: Path, logged: Any
+) -> None:
     trainer(tmp_path, StopAt(3)).train()
     changed = trainer(tmp_path, learning_rate=1e-3, weight_decay=0.1, logging_steps=1)
-    with pytest.warns(UserWarning, match=r"learning_rate: 0.003 in the checkpoint, 0.001 now"):
+    with logged(r"learning_rate: 0.003 in the checkpoint, 0.001 now"):
         changed.train(resume_from_checkpoint=True)
     rates = [row["lr"] for row in changed.state.log_history if "lr" in row]
     assert rates[-3:] == pytest.approx([1e-3 * left / 6 for left in (3, 2, 1)])  # the new ones
@@ -213,13 +217,15 @@ def test_other_settings_reference_and_prompts_are_listed_on_resume(tmp_path: Pat
     # A run that goes on with the trained model as `model` would be held to that.
     other = trainer(tmp_path, seed_of_policy=9, prompts=PROMPTS[:-1])
     said = "prompts: not those of the checkpoint; reference: not that of the checkpoint, so the KL"
-    with pytest.warns(UserWarning, match=said):
+    with logged(said):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("curves")
-def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged: Any
+) -> None:
     made = trainer(tmp_path / "run", save_total_limit=1)
     capsys.readouterr()
     made.train()
@@ -250,7 +256,7 @@ def test_the_files_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert again[-1]["train_loss"] == rows[-1]["train_loss"]
     assert again[-1].keys() == rows[-1].keys()
     said = r"checkpoint-6: weight 0 of .* policy has shape \(32, 16\), this run's has \(32, 32\)"
-    with pytest.raises(CheckpointError, match=said), pytest.warns(UserWarning, match="resum"):
+    with pytest.raises(CheckpointError, match=said), logged("resum"):
         trainer(folder, width=32).train(resume_from_checkpoint=True)
 
 
@@ -294,10 +300,12 @@ def test_a_run_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(second, whole_run())
 
 
-def test_a_run_made_longer_goes_on_from_the_line_to_its_new_end(tmp_path: Path) -> None:
+def test_a_run_made_longer_goes_on_from_the_line_to_its_new_end(
+    tmp_path: Path, logged: Any
+) -> None:
     trainer(tmp_path, logging_steps=1, save_steps=6).train()
     longer = trainer(tmp_path, logging_steps=1, save_steps=6, total_episodes=4 * 12)
-    with pytest.warns(UserWarning, match="iterations: 6 in the checkpoint, 12 now"):
+    with logged("iterations: 6 in the checkpoint, 12 now"):
         longer.train(resume_from_checkpoint=True)
     rates = [row["lr"] for row in longer.state.log_history if "lr" in row]
     assert rates[6:] == pytest.approx([3e-3 * (12 - step) / 12 for step in range(6, 12)])

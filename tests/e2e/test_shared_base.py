@@ -55,7 +55,6 @@ def trained(run):
     return {n: p.detach() for n, p in run.engine.learner.module.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore:resuming .* with other settings:UserWarning")
 def test_trains_evaluates_resumes_exactly_and_exports(tmp_path, reward):
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant"}
     whole = trainer(tmp_path / "whole", reward, **evaluated)

@@ -48,7 +48,7 @@ def test_an_added_tag_is_seen_and_what_ends_a_response_is_not(kind: str, end: in
         reward_model=None,
         rollout_engine=ScriptedRollouts([script * 4]),
         stop_token="eos",
-        stop_token_id=TURN_END,
+        stop_token_ids=[TURN_END],
         total_episodes=4,
         num_ppo_epochs=1,
         preflight=False,

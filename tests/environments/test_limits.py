@@ -281,7 +281,6 @@ def test_a_large_model_is_told_of_the_recipe_which_a_run_then_has(
     assert [row["objective/kl_coef"] for row in rows(made)] == [0.0, 0.0]
 
 
-@pytest.mark.filterwarnings("ignore:.*value_source")  # that the option changed is said, too
 def test_a_checkpoint_with_a_head_as_the_value_names_the_way_out(tmp_path: Path) -> None:
     kept = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     kept |= {"total_episodes": 8}

@@ -84,14 +84,14 @@ def test_ppo_plays(given: dict[str, Any]) -> None:
     assert 0 < row["environment/loss_tokens"] < 1
 
 
-def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path) -> None:
+def test_a_resumed_run_must_play_the_same_episodes(tmp_path: Path, logged: Any) -> None:
     options: dict[str, Any] = {"output_dir": str(tmp_path), "save_strategy": "steps"}
     options |= {"save_steps": 1, "environment": "tests.environments.toys:Echo"}
     played(max_turns=2, **options).train()
     other = options | {"environment": "tests.environments.toys:Odd", "env_error_score": -1.0}
-    with pytest.warns(UserWarning, match="with other settings") as warned:
+    with logged("with other settings") as warned:
         played(max_turns=3, **other).train(resume_from_checkpoint=True)
-    (text,) = (str(w.message) for w in warned if "with other settings" in str(w.message))
+    (text,) = (text for text in warned.messages if "with other settings" in text)
     assert text.partition("settings: ")[2].split("; ") == [
         "env_error_score: 0.0 in the checkpoint, -1.0 now",
         'environment: "tests.environments.toys:Echo" in the checkpoint,'

@@ -108,6 +108,8 @@ class Saving(Checkpoints):
 class Run:
     """A loop without models: the score is the step, evaluations return ``evals`` in turn."""
 
+    stopped_by = None
+
     def __init__(self, arguments, callbacks=(), *, max_steps=4, steps_per_epoch=2.0, evals=()):
         self.args, self.memory, self.max_steps = arguments, Memory(), max_steps
         self.learner = SimpleNamespace(world_size=1, all_reduce=lambda x: x)

@@ -372,11 +372,11 @@ def test_the_plan_counts_what_trains(tmp_path):
     assert kept > 0
 
 
-def test_a_resumed_run_must_train_the_same_layers(tmp_path):
+def test_a_resumed_run_must_train_the_same_layers(tmp_path, logged):
     options = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     small(train_layers=1, **options).train()
     with (
-        pytest.warns(UserWarning, match="train_layers: 1 in the checkpoint, null now"),
+        logged("train_layers: 1 in the checkpoint, null now"),
         pytest.raises(CheckpointError, match="the checkpoint's policy has 15 trained weights"),
     ):
         small(**options).train(resume_from_checkpoint=True)

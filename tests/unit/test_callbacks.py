@@ -253,7 +253,7 @@ def test_a_resumed_run_logs_what_the_uninterrupted_one_logs(tmp_path):
     assert rest.memory.rows[-1]["eps"] == (64 - 32) / 4  # of this process alone
 
 
-def test_callbacks_get_their_state_back_when_asked(tmp_path):
+def test_callbacks_get_their_state_back_when_asked(tmp_path, logged):
     saving = {"save_strategy": "steps", "save_steps": 4}
     Run(args(tmp_path, **saving), [Counter(2), Counter(5)]).train()
     for restore, counts in ((True, [8, 20]), (False, [0, 0])):
@@ -264,7 +264,7 @@ def test_callbacks_get_their_state_back_when_asked(tmp_path):
         assert [c.count for c in found] == counts
         assert [c.by for c in found] == [2, 5]
     callbacks = Callbacks(args(tmp_path, restore_callback_states_from_checkpoint=True))
-    with pytest.warns(UserWarning, match="not in this run: Counter"):
+    with logged("not in this run: Counter"):
         callbacks.restore(tmp_path / "checkpoint-4")
 
 

@@ -26,8 +26,9 @@ from kedge.cli.ppo import (
     model_names,
     resume_point,
 )
+from kedge.ext.before_rl.reward_command import load_scorer
 from kedge.ext.plan.command import plan
-from kedge.models.load import _hub_problem
+from kedge.models.load import _hub_problem, check_source
 from kedge.records.errors import ConfigError, DataError
 from kedge.rewards.build import check_sources
 
@@ -76,6 +77,28 @@ def test_help_and_wrong_flags_are_answered_before_torch_is_imported(words, tmp_p
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == (0 if words == "--help" else 2), run.stderr
     assert words == "--help" or run.stderr.startswith("kedge ppo: error: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("ppo", "seed: 1\nloss_type: dapo\nbeta: 0", "loss_type, beta belong to kedge grpo: run"),
+        (
+            "grpo",
+            "{vf_coef: 1, lam: 1, gamma: 1, cliprange_value: 1}",
+            "vf_coef, lam, gamma and 1 more",
+        ),
+        ("rloo", "beta: 0", "run kedge grpo --config {}; it is called kl_coef here"),
+        ("ppo", "beta1: 0", "unknown option beta1"),
+        ("rloo", "vf_coef: 0.1", "vf_coef belongs to kedge ppo and kedge async-ppo: run kedge ppo"),
+        ("grpo", "wandb_entity: me", "wandb_entity belongs to kedge async-ppo: run"),
+    ],
+)
+def test_a_file_of_another_command_names_it(command, content, message, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    assert main([command, "--config", str(file)]) == 2
+    assert message.format(file) in capsys.readouterr().err
 
 
 def test_flags_and_help_are_those_of_the_parsers():
@@ -447,7 +470,7 @@ def test_datasets_that_cannot_be_read(tmp_path, name, message):
         load_prompts(options(*MODEL, *flags))
 
 
-def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch):
+def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeypatch, caplog):
     """One request instead of five with pauses, which took 51 s; the thing stands first."""
     asked = []
 
@@ -469,10 +492,16 @@ def test_without_a_network_a_wrong_name_is_named_at_once(rows, tmp_path, monkeyp
             "'r.py' names no function; write r.py:ok (it has ok)",
         ),
         (lambda: Splits(data), "the dataset 'data/nope' " + none.format(data)),
+        (lambda: load_scorer("nope", None), "the model 'nope' " + none.format("nope")),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             call()
     assert len(asked) == 1
+    monkeypatch.setattr("kedge.models.load.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("kedge.models.load.constants.HF_HUB_OFFLINE", False)
+    Path("models--x--cached/snapshots").mkdir(parents=True)
+    check_source("x/cached", "the model")
+    assert "set HF_HUB_OFFLINE=1 to read the cache at once" in caplog.text
     _hub_problem.cache_clear()
 
 

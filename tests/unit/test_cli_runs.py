@@ -78,6 +78,20 @@ def test_stopping_and_going_on(folders, tmp_path, capsys):
     assert main(["ppo", *flags(folders, tmp_path, *more, "--overwrite_output_dir")]) == 0
 
 
+def test_a_severe_finding_ends_a_run_that_can_be_resumed(folders, tmp_path, capfd, caplog):
+    """The fourth row is the first that the doctor judges."""
+    (tmp_path / "dead.py").write_text("dead = lambda completions, **_: [1.0] * len(completions)")
+    out, reward = tmp_path / "run", f"{tmp_path}/dead.py:dead"
+    words = flags(folders, out, "--reward_funcs", reward, "--max_steps", "6", "--stop_on_finding")
+    assert main(["ppo", *words]) == 1
+    assert "dead reward (so far, at iteration 4 of 6): all scores of a batch" in caplog.text
+    stopped = "kedge: stopped after iteration 4 of 6 by stop_on_finding (dead reward); "
+    assert stopped in capfd.readouterr().err
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert main(["ppo", *words, "--resume_from_checkpoint"]) == 0
+    assert [row["step"] for row in logged(out)] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("number", "code", "start"),
     [(signal.SIGINT, 130, "python -m kedge"), (signal.SIGTERM, 128 + signal.SIGTERM, "kedge")],

@@ -87,13 +87,16 @@ def test_a_value_set_afterwards_is_checked_and_converted(config):
 
 
 def test_stop_tokens(config):
-    def ids(eos=(7, 9), **options):
-        return sampling_options(config(**options), eos).stop_ids
+    def ids(eos=(7, 9), **given):
+        return sampling_options(config(**given), eos).stop_ids
 
     assert ids() == ids(stop_token="eos") == (7, 9)
-    assert ids(stop_token_id=0) == (7, 9, 0)
+    assert ids(stop_token_ids=[0]) == (7, 9, 0)
     assert ids(stop_token=None) == ()
-    assert ids(stop_token=None, stop_token_ids=[5, 0], stop_token_id=5) == (5, 0)
+    assert ids(stop_token=None, stop_token_ids=[5, 0, 5]) == (5, 0)
+    with pytest.raises(OptionError, match="'stop_token_id'; it is called stop_token_ids here"):
+        config(stop_token_id=0)
+    assert options.PPOConfig(use_cpu=True, stop_token_id=0).stop_token_ids == [0]
     assert ids(stop_strings=["."]) == (7, 9)
 
 

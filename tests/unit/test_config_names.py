@@ -230,7 +230,7 @@ def aliases():
 @pytest.mark.parametrize(("cls", "old", "new", "value"), [*aliases()])
 def test_another_name_hands_its_value_over(config, cls, old, new, value):
     made = config(cls, **{old: value})
-    want = {"adafactor": "adafactor", "episodes": 3}.get(old, value)
+    want = {"adafactor": "adafactor", "episodes": 3, "stop_token_id": [4]}.get(old, value)
     assert getattr(made, new) == want
     assert replace(made).to_dict() == made.to_dict()
 

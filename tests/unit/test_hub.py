@@ -129,9 +129,9 @@ def test_offline_the_real_client_gives_that_error_too(tmp_path, monkeypatch):
         Hub("run", token="hf_x").create()
 
 
-def test_a_failing_push_does_not_end_training_but_is_told(tmp_path):
+def test_a_failing_push_does_not_end_training_but_is_told(tmp_path, logged):
     hub = Hub("run", api=FakeApi(http_error(500), on="upload_folder"))
-    with pytest.warns(UserWarning, match="checkpoint-3 was saved but not pushed"):
+    with logged("checkpoint-3 was saved but not pushed"):
         hub.push_checkpoint(tmp_path / "checkpoint-3", "every_save")
 
 

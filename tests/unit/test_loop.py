@@ -63,7 +63,7 @@ class StopAfterThree(Hook):
         return report.step == 3
 
 
-def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
+def test_what_was_sampled_ahead_fits_the_run_that_goes_on(logged: Any) -> None:
     first = engine(2)
 
     first.hooks = [StopAfterThree()]
@@ -73,9 +73,7 @@ def test_what_was_sampled_ahead_fits_the_run_that_goes_on() -> None:
 
     nearer = engine(1)
     nearer.load_state_dict(first.state_dict())
-    with pytest.warns(
-        UserWarning, match="too old for max_lag=1; they are dropped and sampled again"
-    ):
+    with logged("too old for max_lag=1; they are dropped and sampled again"):
         nearer.restore(flight)
     assert nearer.in_flight == []
 

@@ -177,11 +177,13 @@ def test_a_measured_plan_trains_on_full_responses(folders, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("episode 16 ") == 1  # whole iterations
     found = re.search(
-        r"full length: ([\d.]+) s an iteration, 0:\d\d:\d\d h for 3 iterations .*; "
+        r"full length: ([\d.]+) s an iteration, [\d.]+ s for the whole run of 3 iterations, .*; "
         r"peak ([\d.]+) (MiB|GiB) resident",
         out,
     )
     assert found is not None
+    assert "/tmp" not in out.replace(str(tmp_path), "")  # no folder that is gone afterwards
+    assert "the trained model is in" not in out
     assert float(found[2]) * (1 if found[3] == "MiB" else 1024) > 100  # torch alone
     assert not (tmp_path / "run").exists()
     assert main(["plan", "async-ppo", "--measure"]) == 2

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from kedge.config.ppo import PPOConfig
 from kedge.ext.report.report import gather
 from kedge.records.errors import ConfigError, RewardError
-from kedge.reporting.base import JsonlTracker
+from kedge.reporting.base import JsonlTracker, format_duration
 from kedge.reporting.log import draw_curves
 from kedge.reporting.responses import IntervalSchedule, completion_rows, token_texts
 from kedge.reporting.trackers import ConsoleTracker, TableLogger, run_links
@@ -107,11 +107,11 @@ def test_without_a_terminal_one_plain_line_per_row():
     metrics = {"objective/scores": 1.23456, "objective/kl": 0.5, "eps": 12.0, "episode": 256.0}
     shown.log(metrics, step=4)
     shown.close()
-    want = "step 4/10  episode 256  score 1.235  kl 0.5  eps 12  0:01:00 left\n"
+    want = "step 4/10  episode 256  score 1.235  kl 0.5  eps 12  1 min 00 s left\n"
     assert out.getvalue() == want  # 2 updates took 20 s, 6 are left
     shown, out, _ = screen(terminal=True, bar=False)  # disable_tqdm
     shown.log({"objective/scores": 1.0}, step=1)
-    assert out.getvalue() == "step 1/10  score 1  0:00:00 left\n"
+    assert out.getvalue() == "step 1/10  score 1  0 s left\n"
 
 
 def test_on_a_terminal_a_bar_moves_with_every_update():
@@ -123,8 +123,8 @@ def test_on_a_terminal_a_bar_moves_with_every_update():
     text = out.getvalue()
     assert "3/10" in text
     assert "score 1.5  kl 0.25  eps 8" in text
-    assert "0:01:10 left" in text
-    assert text.count("step 3/10  score 1.5  0:01:10 left") == 1  # rows scroll above the bar
+    assert "1 min 10 s left" in text
+    assert text.count("step 3/10  score 1.5  1 min 10 s left") == 1  # rows scroll above the bar
     shown.log({"eval_objective/scores": 2.0, "eval_new_objective/kl": 3.0}, step=3)
     shown.log({"eval_new_pass@4": 0.5, "eval_win_rate": 0.25}, step=3)
     assert "eval score 2  eval new kl 3" in out.getvalue()
@@ -148,6 +148,12 @@ def test_rows_of_a_terminal_break_between_metrics():
     assert all(line.endswith("-0.1235") for line in lines)
 
 
+def test_durations_of_every_size_have_one_form():
+    given = (0.0418, 8.3, 42.4, 59.9, 82, 3599.9, 3720, 360_000)
+    texts = ["0.042 s", "8.3 s", "42 s", "1 min 00 s", "1 min 22 s", "1 h 00 min", "1 h 02 min"]
+    assert [*map(format_duration, given)] == [*texts, "100 h 00 min"]
+
+
 def test_the_bar_counts_no_start():
     shown, _, clock = screen(terminal=True)
     clock.now = 300.0
@@ -163,7 +169,7 @@ def test_the_time_left_is_that_of_the_median_iteration():
     for step, seconds, taken in ((1, 94, 2), (2, 2, 2), (3, 2340, 2340), (4, 2, 2)):
         clock.now += seconds
         shown.log({"objective/scores": 1.0, "time/step": float(taken)}, step=step)
-    assert re.findall(r"(\S+) left", out.getvalue()) == ["0:00:18", "0:00:16", "0:00:14", "0:00:12"]
+    assert re.findall(r"(\S+ s) left", out.getvalue()) == ["18 s", "16 s", "14 s", "12 s"]
 
 
 def test_tables_come_at_most_every_half_minute_and_after_training():

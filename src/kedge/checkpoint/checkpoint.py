@@ -17,10 +17,10 @@ A folder is written as ``.saving-checkpoint-N``, flushed to disk and renamed, so
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +43,7 @@ from kedge.checkpoint.serialization import (
 from kedge.records.errors import CheckpointError, DamagedCheckpointError, KedgeError, way_out
 from kedge.redaction import digest, redact
 
+logger = logging.getLogger(__name__)
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -244,7 +245,7 @@ def load_latest(
             problem = str(error)
         if not anywhere(problem is not None):
             for text in problems:
-                warnings.warn(f"{text}. Resuming from {folder} instead.", stacklevel=2)
+                logger.warning("%s. Resuming from %s instead.", text, folder)
             return folder
         problems.append(problem or f"another rank cannot load {folder}")
     if problems:
@@ -271,10 +272,10 @@ def _check_ranks(folder: Path, saved: int, now: int) -> None:
             f"{folder} has per-rank state of {saved} processes, this run has {now}: "
             f"start {saved} processes"
         )
-    warnings.warn(
-        f"{folder} was written by {saved} processes, this run has {now}: results will differ "
-        "unless the global batch size is the same",
-        stacklevel=3,
+    logger.warning(
+        "%s was written by %d processes, this run has %d: results will differ unless the global"
+        " batch size is the same",
+        *(folder, saved, now),
     )
 
 
@@ -287,7 +288,7 @@ def _check_settings(folder: Path, saved: Mapping[str, Any], now: Mapping[str, An
         if (old := before.get(name, "absent")) != (new := after.get(name, "absent"))
     ]
     if changed:
-        warnings.warn(f"resuming {folder} with other settings: {'; '.join(changed)}", stacklevel=3)
+        logger.warning("resuming %s with other settings: %s", folder, "; ".join(changed))
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:

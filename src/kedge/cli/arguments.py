@@ -17,13 +17,12 @@ from transformers.hf_argparser import string_to_bool
 
 from kedge.cli.flags import Flags, Help
 from kedge.cli.model_arguments import ModelConfig
-from kedge.cli.quick import unknown_flag
+from kedge.cli.quick import check_options, unknown_flag
 from kedge.cli.yaml_files import read_yaml
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import NoEffect, check_fields, option, status
 from kedge.config.ppo import RECIPES, PPOConfig, find_recipe
 from kedge.records.errors import ConfigError
-from kedge.suggestions import hint
 
 logger = logging.getLogger(__name__)
 _LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct
@@ -247,9 +246,7 @@ def read(
     tokens: list[str] = []
     for file in chosen.config:
         content = read_yaml(file)
-        for key in content:
-            if key not in known:
-                raise ConfigError(f"{file}: unknown option {key}{hint(str(key), known)}")
+        check_options(file, content, known)
         tokens += _tokens(content, parser)
     given = values([*tokens, *argv])
     before = values(_tokens(defaults or {}, parser))

@@ -29,11 +29,16 @@ def parser(command: str = "ppo") -> Any:
     return build_parser(f"kedge {command}", load_trainer(command).SPEC.config)
 
 
-def main(argv: Sequence[str], *, command: str = "ppo") -> None:
-    """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``."""
-    if not parser(command).show_help(argv):
-        config = load_trainer(command).SPEC.config
-        train(parse_options(argv, prog=f"kedge {command}", config=config))
+def main(argv: Sequence[str], *, command: str = "ppo") -> int:
+    """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``.
+
+    Returns the exit code: 1 if ``stop_on_finding`` ended the run.
+    """
+    if parser(command).show_help(argv):
+        return 0
+    config = load_trainer(command).SPEC.config
+    trainer = train(parse_options(argv, prog=f"kedge {command}", config=config))
+    return int(trainer.stopped_by is not None)
 
 
 parse_options, load_rows = parse, load_prompts
@@ -61,6 +66,8 @@ def train(options: Options, **given: Any) -> Any:
         trainer = build(options, new_run=not resume, **given)
         trainer.resume_hint = resume_line
         trainer.train(resume_from_checkpoint=resume)
+        if trainer.stopped_by:
+            return trainer
         if evaluates:
             trainer.evaluate()
         trainer.save_model(config.output_dir)

@@ -45,10 +45,29 @@ def answer(command: str, argv: Sequence[str]) -> bool:
     if extra:
         raise ConfigError(unknown_flag(extra[0], known))
     for file in parsed.config:
-        for key in read_yaml(file):
-            if key not in known:
-                raise ConfigError(f"{file}: unknown option {key}{hint(str(key), known)}")
+        check_options(file, read_yaml(file), known)
     return False
+
+
+def check_options(file: str, options: Collection[str], known: Collection[str]) -> None:
+    """Refuse options of a file that are not ``known``, and name the commands that have them all."""
+    unknown = [str(key) for key in options if key not in known]
+    if not unknown:
+        return
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    every = {name: {spec["dest"] for _, spec in flags} for name, flags in found["flags"].items()}
+    every |= {name: {*names} for name, names in found["options"].items()}
+    commands = [f"kedge {name}" for name, names in every.items() if {*options} <= names]
+    alias = hint(unknown[0], known)
+    if not commands:
+        raise ConfigError(f"{file}: unknown option {unknown[0]}{alias}")
+    several, more = len(unknown) > 1, f" and {len(unknown) - 3} more" * (len(unknown) > 3)
+    raise ConfigError(
+        f"{file}: {', '.join(unknown[:3])}{more} belong{'s' * (not several)} to"
+        f" {' and '.join(commands)}: run {commands[0]} --config {file}"
+        + alias
+        * ("called" in alias and not several)
+    )
 
 
 def unknown_flag(word: str, known: set[str]) -> str:

@@ -280,7 +280,7 @@ def _check_responses(c: Any) -> None:
 
 def check_end(config: Any, *, has_eos: bool) -> None:
     """Refuse options that treat truncated responses differently if nothing ends a response."""
-    if config.stop_token_id is not None or config.stop_token_ids or config.stop_strings:
+    if config.stop_token_ids or config.stop_strings:
         return
     if config.stop_token is not None and has_eos:
         return

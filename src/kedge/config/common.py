@@ -131,7 +131,6 @@ class SamplingArguments:
         "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
         "generation_config. With None (none on the command line) they end at neither.",
     )
-    stop_token_id: Natural | None = option(None, "End responses at this token id as well.")
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
         None, "End responses at these token ids as well; with stop_token=None at these alone."
     )
@@ -374,6 +373,12 @@ class LogArguments:
     eval_against_start: bool = option(
         False,
         "Evaluate the policy before training, too; later evaluations log a win rate against it.",
+    )
+    stop_on_finding: bool = option(
+        False,
+        "End the run with a checkpoint when kedge doctor finds what runs rarely recover from: a "
+        "dead reward, a score that falls, a collapsed entropy, or a policy far from the reference. "
+        "A resumed run continues past what was found before.",
     )
 
 

@@ -122,7 +122,7 @@ class RunningCalls:
             if calls.hung >= calls.most:
                 raise RolloutError(
                     f"{calls.hung} calls of environments hang, each for longer than"
-                    f" {calls.timeout:g} seconds, and no others may run next to them"
+                    f" {calls.timeout:g} s, and no others may run next to them"
                     " (environment_concurrency); fix the environment, and resume"
                 )
             seconds = min(seconds, _NO_ROOM)
@@ -346,7 +346,7 @@ def close_all(
         failures += [describe_error(x) for x in results.values() if isinstance(x, BaseException)]
     ended, hanging = wait(closing, timeout=calls.timeout)
     failures += _failures(ended)
-    failures += [f"no end within {calls.timeout} seconds"] * len(hanging)
+    failures += [f"no end within {calls.timeout:g} s"] * len(hanging)
     if failures:
         logger.warning(
             "close() of %d environments failed, the last with %s", len(failures), failures[-1]

@@ -6,8 +6,8 @@ completed (faster if response lengths vary a lot).
 
 from __future__ import annotations
 
+import logging
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +24,8 @@ from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.in_order import InOrder
 from kedge.rollout.scheduler.scheduler import RolloutScheduler
 from kedge.rollout.scheduler.worker import WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,10 +67,10 @@ class Engine(Updater):
     def run(self, until: int) -> None:
         """Train to iteration ``until`` or until a hook stops it; samples in flight are kept."""
         if not self.state_consistent:
-            warnings.warn(
-                f"iteration {self.step + 1} was interrupted between optimizer steps and restarts"
-                " with the current weights; for exact results, resume from a checkpoint",
-                stacklevel=2,
+            logger.warning(
+                "iteration %d was interrupted between optimizer steps and restarts with the current"
+                " weights; for exact results, resume from a checkpoint",
+                self.step + 1,
             )
         # the caller may have replaced components
         self.scheduler.configure(self._collector(), self.rollout_engine)

@@ -23,6 +23,7 @@ from kedge.models.compatibility import text_config
 from kedge.models.peft import without_notices
 from kedge.records.errors import ConfigError, install_command
 
+logger = logging.getLogger(__name__)
 _WITHOUT_WEIGHTS: ContextVar[bool] = ContextVar("without_weights", default=False)
 _REFUSED = {
     "device_map": "accelerate places the models; leave it out",
@@ -58,22 +59,35 @@ def check_source(source: str, what: str, kind: str = "model") -> None:
         raise ConfigError(f"{shown}it is a file")
     if source.startswith(("/", ".", "~")) or source.count("/") > 1:  # no name of the hub
         raise ConfigError(f"{shown}there is no such folder")
-    cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{source.replace('/', '--')}")
-    if not cached.exists() and (problem := _hub_problem()):
+    cached = Path(constants.HF_HUB_CACHE, f"{kind}s--{source.replace('/', '--')}", "snapshots")
+    if cached.is_dir() and constants.HF_HUB_OFFLINE:
+        return
+    if (problem := _hub_problem()) and not cached.is_dir():
         raise ConfigError(
             f"{shown}there is no folder {source} here, and the hub cannot be reached ({problem})"
         )
+    if problem:
+        _note_retries(problem)
 
 
 @cache
 def _hub_problem() -> str:
     """Why there is no connection to the hub, asked once; "" if there is one."""
     try:
-        get_session().head(constants.ENDPOINT, timeout=10)
+        get_session().head(constants.ENDPOINT, timeout=2)
     except Exception as error:  # classes of requests, httpx or others, by version
         if any("Connect" in each.__name__ for each in type(error).__mro__):
             return str(error)
     return ""
+
+
+@cache
+def _note_retries(problem: str) -> None:
+    logger.warning(
+        "the hub cannot be reached (%s): transformers retries for minutes before it reads"
+        " the cache; stop, and set HF_HUB_OFFLINE=1 to read the cache at once",
+        problem,
+    )
 
 
 def load_policy(
@@ -234,16 +248,16 @@ def without_loading_report() -> Iterator[None]:
 
     In a log, without its bar, too.
     """
-    logger = logging.getLogger("transformers.modeling_utils")
+    theirs = logging.getLogger("transformers.modeling_utils")
     # leave the level: transformers reads it, and warns of layers that are not sharded
-    logger.addFilter(_is_error)
+    theirs.addFilter(_is_error)
     hides = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
     if hides:
         transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logger.removeFilter(_is_error)
+        theirs.removeFilter(_is_error)
         if hides:
             transformers_logging.enable_progress_bar()
 
@@ -298,6 +312,7 @@ def _load_adapter(source: str, options: dict[str, Any]) -> Any:
             "the adapter (peft.PeftModel.from_pretrained(model, folder, is_trainable=True)), and "
             "pass the result as model"
         )
+    check_source(base, f"the base model of the adapter {source!r},")
     options = options | {"revision": None}  # revisions belong to the adapter, not the base
     model = load_whole(AutoModelForCausalLM, f"the model {base!r}", base, **options)
     with without_notices():

@@ -21,6 +21,16 @@ if TYPE_CHECKING:  # these import torch, which `kedge report` does not need
 logger = logging.getLogger(__name__)
 
 
+def format_duration(seconds: float) -> str:
+    """``8.3 s``, ``42 s``, ``1 min 22 s`` or ``1 h 02 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole, minutes = round(seconds), round(seconds / 60)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 class JsonlTracker:
     """One JSON object per line: metrics in ``metrics.jsonl``, tables in ``NAME/step-000012.jsonl``.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from kedge.records.errors import HubError
 
+logger = logging.getLogger(__name__)
 STATE_FILES = ("state-*", "state.json", "rank-*", "manifest.json", "trainer_state.json")
 # Files next to the model that are not uploaded: other pushes, hidden folders, dataset texts.
 RUN_FILES = (
@@ -122,7 +123,7 @@ class Hub:
                 place = "last-checkpoint" if last else folder.name
                 self.push(folder, message=message, path_in_repo=place, ignore=(), replace=last)
         except HubError as e:
-            warnings.warn(f"{folder.name} was saved but not pushed: {e}", stacklevel=2)
+            logger.warning("%s was saved but not pushed: %s", folder.name, e)
 
     def _call(self, name: str, **kwargs: Any) -> Any:
         try:

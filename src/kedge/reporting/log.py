@@ -18,7 +18,7 @@ from kedge.records.errors import DataError
 
 FILE = "metrics.jsonl"
 AXES = {"episode": "responses trained on", "step": "iterations"}
-_STOPS = ("stop_token", "stop_token_id", "stop_token_ids", "stop_strings")
+_STOPS = ("stop_token", "stop_token_ids", "stop_strings")
 _LARGEST = sys.float_info.max
 logger = logging.getLogger(__name__)
 

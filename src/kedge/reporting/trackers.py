@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from statistics import median
 from typing import IO, Any, cast
 
@@ -18,9 +17,10 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -36,6 +36,7 @@ from kedge.reporting.base import (
     BestEffortWriter,
     CompositeTracker,
     JsonlTracker,
+    format_duration,
     required_write,
 )
 from kedge.reporting.hub import PushOnSave
@@ -85,6 +86,11 @@ class _Screen:
         return getattr(sys.stdout, name)
 
 
+class _Elapsed(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(format_duration(task.elapsed or 0.0))
+
+
 class ConsoleTracker:
     """Prints metrics and tables to the terminal.
 
@@ -120,7 +126,7 @@ class ConsoleTracker:
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[now]}", markup=False),
-                TimeElapsedColumn(),
+                _Elapsed(),
                 TextColumn("{task.fields[left]}", markup=False),
                 console=self.console,
                 refresh_per_second=4,
@@ -208,7 +214,7 @@ class ConsoleTracker:
         if not self._seconds:
             return ""
         seconds = median(self._seconds) * (self.total - self.step)
-        return f"{timedelta(seconds=round(seconds))} left"
+        return f"{format_duration(seconds)} left"
 
     def _cell(self, value: object, *, end: bool) -> Text:
         """Plain text without markup or control sequences; long text truncated."""

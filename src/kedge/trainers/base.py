@@ -145,6 +145,7 @@ class TrainerShell:
     """The public methods of a trainer; subclasses add ``SPEC`` and the constructor's signature."""
 
     SPEC: ClassVar[TrainerSpec]
+    stopped_by: str | None = None  # the finding that ended ``train``, with stop_on_finding
 
     def __init__(self, args: OnPolicyConfig | None, **arguments: Any) -> None:
         refuse_overrides(self, TrainerShell)
@@ -186,7 +187,7 @@ class TrainerShell:
             KeyboardInterrupt: after Ctrl-C.
             SystemExit: after SIGTERM.
         """
-        resume = resume_from_checkpoint
+        resume, self.stopped_by = resume_from_checkpoint, None
         if not resume and self.engine.step >= (total := self.engine.batch_sizes.iterations):
             logger.warning(
                 "all %d iterations are done, nothing to train; to train longer, resume with larger"
@@ -204,13 +205,14 @@ class TrainerShell:
             with self._run.playing():
                 chosen = self.args.resume_from_checkpoint if resume is None else resume
                 output = self._run.train(chosen)
-        if shutdown.requested and self.is_world_process_zero():
+        if (shutdown.requested or self.stopped_by) and self.is_world_process_zero():
             step, args = self.engine.step, self.args
             saved = Path(args.output_dir or "") / f"checkpoint-{step}"
             complete = args.output_dir and saved.is_dir() and not args.save_only_model
             total = self.engine.batch_sizes.iterations
             how = self.resume_hint(saved if complete else None)
-            sys.stderr.write(f"kedge: stopped after iteration {step} of {total}; {how}\n")
+            why = f" by stop_on_finding ({self.stopped_by})" if self.stopped_by else ""
+            sys.stderr.write(f"kedge: stopped after iteration {step} of {total}{why}; {how}\n")
         shutdown.reraise()
         return output
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,10 +176,9 @@ class Callbacks:
                 saved[type(callback).__name__] = queue[1:]
         unknown = sorted(name for name, states in saved.items() if states)
         if unknown:
-            warnings.warn(
-                f"the checkpoint holds the state of callbacks that are not in this run: "
-                f"{', '.join(unknown)}",
-                stacklevel=3,
+            logger.warning(
+                "the checkpoint holds the state of callbacks that are not in this run: %s",
+                ", ".join(unknown),
             )
 
 

@@ -95,7 +95,6 @@ def sampling_options(args: OnPolicyConfig, eos_token_ids: Sequence[int]) -> Samp
     """Sampling distribution of responses and where they end."""
     check_end(args, has_eos=bool(eos_token_ids))
     stops = [*eos_token_ids] if args.stop_token == "eos" else []
-    stops += [] if args.stop_token_id is None else [args.stop_token_id]
     stops += args.stop_token_ids or []
     if args.stop_token == "eos" and not (stops or args.stop_strings):
         logger.warning(

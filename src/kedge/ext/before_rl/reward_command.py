@@ -103,8 +103,9 @@ def load_scorer(name: str, options: Any) -> Any:
     """A sequence-classification model with one label."""
     from transformers import AutoModelForSequenceClassification
 
-    from kedge.models.load import without_loading_report
+    from kedge.models.load import check_source, without_loading_report
 
+    check_source(name, "the model")
     try:
         with without_loading_report():  # the score head is expected to be missing
             return AutoModelForSequenceClassification.from_pretrained(

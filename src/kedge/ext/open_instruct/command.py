@@ -24,10 +24,10 @@ from kedge.records.errors import ConfigError, DataError, LostLearnerError
 _TORCH_DECAY = 0.01  # open-instruct passes AdamW neither a weight decay nor its ``eps``
 
 
-def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
+def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> int:
     """Train with asynchronous PPO: Ray and vLLM sample while the learners train."""
     if ppo.parser("async-ppo").show_help(argv):
-        return
+        return 0
     options = parse_options(argv, prog=prog)
     config = options.config
     if differences := compare(options):
@@ -38,7 +38,8 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> None:
     elif on_ray(config):
         learn_on_ray(list(argv), options)
     else:
-        learn(options)
+        return int(learn(options).stopped_by is not None)
+    return 0
 
 
 def parse_options(

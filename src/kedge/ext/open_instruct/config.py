@@ -55,6 +55,9 @@ OPEN_INSTRUCT: dict[str, Any] = {
     "episodes": Alias("total_episodes", _read_count, default=""),
     "num_epochs": Alias("num_ppo_epochs"),
     "non_stop_penalty": Alias("non_eos_penalty", default=False),
+    "stop_token_id": Alias(
+        "stop_token_ids", lambda x: [int(x) if isinstance(x, str) and x.isdigit() else x]
+    ),
     "beta": Alias("kl_coef"),
     "eps": Alias("adam_epsilon"),
     "number_samples_per_prompt": Alias("num_generations"),

@@ -6,17 +6,13 @@ approximate, and all are of one process without sharding.  ``kedge plan --measur
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +23,7 @@ from kedge.algorithms import Algorithm
 from kedge.cli.arguments import Options, parser
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.ppo import ModelPaths, load_algorithm, model_names
+from kedge.cli.ppo import ModelPaths, build, load_algorithm, model_names
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.learner.models import value_start
@@ -39,6 +35,7 @@ from kedge.models.value_head import ScalarHead
 from kedge.ops.products import backend
 from kedge.output import check_targets
 from kedge.records.errors import ConfigError
+from kedge.reporting.base import format_duration
 from kedge.rewards.build import load_function
 from kedge.rewards.function import Signature, function_name
 from kedge.trainers import find_trainer, load_trainer, trainer_commands
@@ -102,35 +99,36 @@ def main(argv: Sequence[str]) -> None:
     print_table("sizes", size_rows(options.config, batches, facts))
     show_memory(options.config, models)
     if flags.measure:
-        print(measure(name, rest, options.config, batches.iterations))
+        print(measure(rest, options.config, batches.iterations))
 
 
-def measure(name: str, argv: Sequence[str], config: OnPolicyConfig, iterations: int) -> str:
-    """Time and memory of a run, from a few iterations; ``output_dir`` is left alone.
+def measure(argv: Sequence[str], config: OnPolicyConfig, iterations: int) -> str:
+    """Time and memory of a run, from a few iterations that write no file.
 
     No response ends before ``response_length``, so both are the most that the run can take.
     """
     import resource  # not on Windows
 
-    from kedge.cli.main import load_command
-
+    command = import_module(find_trainer(config).SPEC.command)
     steps = min(MEASURED, iterations)
     changed = f"--max_steps={steps} --logging_steps=1 --min_new_tokens={config.response_length}"
     changed += " --save_strategy=no --eval_strategy=no --report_to=none --num_sample_generations=0"
-    changed += " --log_token_rows=0 --push_to_hub=False"
-    with tempfile.TemporaryDirectory() as folder:
-        load_command(name)([*argv, *changed.split(), f"--output_dir={folder}"])
-        rows = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    times = [row["time/step"] for row in map(json.loads, rows) if "time/step" in row]
+    changed += " --log_token_rows=0 --push_to_hub=False --preflight=False"  # no response ends
+    words = [*argv, *changed.split()]
+    options = command.parse_options(words, prog="kedge plan", config=type(config))
+    options.config.output_dir = None
+    trainer = build(options)
+    trainer.train()
+    times = [row["time/step"] for row in trainer.state.log_history if "time/step" in row]
     seconds = median(times[1:] or times)
     unit = 1 if sys.platform == "darwin" else 1024
     peak = f"{human(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)} resident"
     if config.device.type == "cuda":
         peak = f"{human(torch.cuda.max_memory_allocated())} allocated on the GPU"
     return (
-        f"measured, with responses of full length: {seconds:.1f} s an iteration, "
-        f"{timedelta(seconds=round(seconds * iterations))} h for {iterations:,} iterations "
-        f"without evaluation and checkpoints; peak {peak}"
+        f"measured, with responses of full length: {format_duration(seconds)} an iteration, "
+        f"{format_duration(seconds * iterations)} for the whole run of {iterations:,} iterations, "
+        f"evaluations and checkpoints not included; peak {peak}"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kedge.cli.flags import Flags, print_table
-from kedge.ext.report.doctor import examine, open_question
+from kedge.ext.report.doctor import MIN_ROWS, examine, open_question
 from kedge.ext.report.report import gather, gather_pair, page
 from kedge.output import check_file, check_picture
 from kedge.records.errors import ConfigError, install_command
@@ -103,13 +103,16 @@ def doctor(argv: list[str]) -> int:
         log = read_log(place)
         findings = examine(log)
         count += len(findings)
-        iteration = log.rows[-1].get("step", len(log.rows))
-        read = f"{len(log.rows)} rows of metrics up to iteration {iteration:.0f}"
+        rows, iteration = len(log.rows), log.rows[-1].get("step", len(log.rows))
+        read = f"{rows} rows of metrics up to iteration {iteration:.0f}"
         print(f"{place}: {read}{'' if findings else ', nothing found'}")
         if not findings:
             print(f"  {open_question(log)}")
         for finding in findings:
             print(f"  {finding.rule}: {finding.seen}\n      try: {finding.advice}")
+        if rows < MIN_ROWS:
+            few = f"{rows} row{'s' * (rows != 1)}: too few to judge a trend, which takes"
+            print(f"  {few} {MIN_ROWS}; train longer, or log every iteration (logging_steps: 1)")
     return int(count > 0)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import correlation, fmean, median
 from typing import Any
 
+from kedge.reporting.base import format_duration
 from kedge.reporting.log import RunLog, responses_per_batch, score_change
 
 MIN_ROWS = 4  # minimum rows for a trend
@@ -34,6 +35,7 @@ class Finding:
     rule: str
     seen: str  # the numbers behind it
     advice: str  # what to try
+    severe: bool = False  # runs rarely recover from it
 
 
 Rule = Callable[[RunLog], Finding | None]
@@ -50,7 +52,8 @@ def rule(check: Callable[[RunLog], str | None]) -> Rule:
     @functools.wraps(check)
     def examine_log(log: RunLog) -> Finding | None:
         seen = check(log)
-        return None if seen is None else Finding(name, seen, _advise(advice, log))
+        severe = examine_log in SEVERE
+        return None if seen is None else Finding(name, seen, _advise(advice, log), severe)
 
     RULES.append(examine_log)
     return examine_log
@@ -77,26 +80,15 @@ def _entropy(log: RunLog) -> float:
 
 
 def live_findings(
-    rows: list[dict[str, float]],
-    known: set[str],
-    *,
-    options: Mapping[str, Any] | None = None,
-    share: float = 1.0,
-) -> list[str]:
-    """Findings of a run of which ``share`` is done that are not ``known``, which gets their rules.
+    rows: list[dict[str, float]], *, options: Mapping[str, Any] | None = None, share: float = 1.0
+) -> list[Finding]:
+    """Findings of a run of which ``share`` is done; none from fewer than ``MIN_ROWS`` rows.
 
     Rules that wait for something to happen are asked of the second half of a run only.
     """
-    if len(rows) < MIN_ROWS:
-        return []
-    log, texts = RunLog("", rows, options or {}), []
-    for each in RULES:
-        early = share < 0.5 and each in PATIENT
-        finding = None if early or each.__name__ in known else each(log)
-        if finding is not None:
-            known.add(each.__name__)
-            texts.append(f"{finding.rule}: {finding.seen}. To try: {finding.advice}")
-    return texts
+    log, early = RunLog("", rows, options or {}), PATIENT if share < 0.5 else ()
+    asked = [each for each in RULES if each not in early] if len(rows) >= MIN_ROWS else []
+    return [finding for each in asked if (finding := each(log)) is not None]
 
 
 def open_question(log: RunLog) -> str:
@@ -187,7 +179,7 @@ def the_reward_comes_from_one_turn_alone(log: RunLog) -> str | None:
 @rule
 def nothing_ends(log: RunLog) -> str | None:
     """Start from a model that was trained to end its answers, raise the length limit, or set the
-    stop token of the model (stop_token_id); stop_token=None declares fixed-length responses.
+    stop tokens of the model (stop_token_ids); stop_token=None declares fixed-length responses.
     """
     cut, ended = log.series("completions/truncated_ratio"), sum(log.series("val/num_eos_tokens"))
     if not cut or min(cut) < 1.0 or ended or log.fixed_length or log.series("environment/turns"):
@@ -225,7 +217,7 @@ def the_KL_is_negative(log: RunLog) -> str | None:
     truncated sampling, a penalty in the rollout engine, or another temperature.
     """
     kl, length = log.last("objective/kl", 0.5), log.last("completions/mean_length")
-    text = f"{kl:.2f} nats per response over the second half"
+    text = f"{kl:.2f} nats per response over the newer half of the rows"
     return text if kl <= -0.02 * length < 0 else None
 
 
@@ -238,13 +230,16 @@ def fell_after_it_was_solved(log: RunLog) -> str | None:
     used, moved = log.series("val/advantage_std"), log.series("policy/approxkl_avg")
     if len(scores) < 2 * MIN_ROWS or not len(scores) == len(raw) == len(used):
         return None
+    # Medians of three, and beyond chance: one noisy batch is neither a solution nor a fall.
+    scores = [median(scores[max(0, i - 1) : i + 2]) for i in range(len(scores))]
+    chance = log.first("objective/scores_std") / (3 * responses_per_batch(log)) ** 0.5
     top = scores.index(max(scores))
     low = min(range(top, len(scores)), key=scores.__getitem__)
     gain = [y / max(x, 1e-9) for x, y in zip(raw, used, strict=True)]
     worst = max(range(top, low + 1), key=gain.__getitem__)
     fall, span = scores[top] - scores[low], scores[top] - min(0.0, *scores)
     far = max(moved[top : low + 1], default=0.0) if len(moved) == len(scores) else 0.0
-    if fall < 0.2 * span or (gain[worst] < 4 * gain[0] and far < FAR):
+    if fall < max(0.2 * span, 6 * chance) or (gain[worst] < 4 * gain[0] and far < FAR):
         return None
     why = f"an iteration moved the policy by {far:.2g} nats per token"
     if gain[worst] >= 4 * gain[0]:
@@ -334,7 +329,7 @@ def the_value_explains_nothing(log: RunLog) -> str | None:
     solved = spread and fmean(spread[len(spread) // 2 :]) < 0.5 * spread[0]
     if late > 0.05 or solved:  # scores that are all equal have little variance to explain
         return None
-    return f"explained variance {late:.2f} over the second half"
+    return f"explained variance {late:.2f} over the newer half of the rows"
 
 
 @rule
@@ -447,11 +442,19 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
     names = ("environment/seconds", "environment/model_seconds", "time/step")
     waiting, model, step = (median(log.series(name) or [math.nan]) for name in names)
     rows = responses_per_batch(log)
-    text = f"{waiting * rows:.2g} s of an iteration of {step:.2g} s wait for environments"
-    slow = waiting > model and waiting * rows >= 0.3 * step
-    return f"{text}, {model * rows:.2g} s for the model" if slow else None
+    if not (waiting > model and waiting * rows >= 0.3 * step):
+        return None
+    wait, whole, used = map(format_duration, (waiting * rows, step, model * rows))
+    return f"{wait} of an iteration of {whole} wait for environments, {used} for the model"
 
 
+SEVERE = (
+    dead_reward,
+    fell_after_it_was_solved,
+    the_policy_runs_away_from_the_reference,
+    entropy_collapses,
+    the_score_falls,
+)
 PATIENT = (
     the_reward_comes_from_one_turn_alone,
     the_policy_does_not_move,

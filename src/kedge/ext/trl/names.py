@@ -28,6 +28,7 @@ ALIASES = (
     ("response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
     ("max_prompt_length", "max_prompt_token_length", "prompt_max_len"),
     ("min_new_tokens", "min_response_length"),
+    ("stop_token_ids", "stop_token_id"),
     ("non_eos_penalty", "non_stop_penalty"),
     ("local_rollout_forward_batch_size", "forward_batch_size", "micro_rollout_batch_size"),
     ("report_to", "log_with"),

@@ -46,6 +46,9 @@ TRANSFORMERS4 = {name: entry for name, entry in REMOVED.items() if name not in _
 # Names that every trainer of TRL has or had.
 TRL: Names = {
     **TRANSFORMERS4,
+    "stop_token_id": Alias(
+        "stop_token_ids", lambda x: [int(x) if isinstance(x, str) and x.isdigit() else x]
+    ),
     "keep_sampling_mask": NoEffect(
         "training is always over the tokens that top_k, top_p and min_p allowed", False, (True,)
     ),

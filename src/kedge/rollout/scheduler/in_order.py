@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
@@ -14,6 +14,8 @@ from kedge.rollout.scheduler.collector import PendingSample, RolloutCollector
 from kedge.rollout.scheduler.dispatch import Dispatcher
 from kedge.rollout.scheduler.state import SchedulerState
 from kedge.rollout.scheduler.worker import EngineWorker, SampledNumbers, WeightUpdate
+
+logger = logging.getLogger(__name__)
 
 
 class InOrder:
@@ -166,10 +168,10 @@ class InOrder:
                 )
             known = rollout.policy_version >= 0
             if bool((known & (rollout.policy_version < number - max_lag)).any()):
-                warnings.warn(
-                    f"samples in the checkpoint are too old for max_lag={max_lag}; they are"
-                    " dropped and sampled again",
-                    stacklevel=2,
+                logger.warning(
+                    "samples in the checkpoint are too old for max_lag=%d; they are dropped and"
+                    " sampled again",
+                    max_lag,
                 )
                 batches = []
                 break

@@ -34,7 +34,7 @@ def earlier_run(output_dir: Path, *, overwrite: bool) -> list[Path]:
 
 @dataclass(kw_only=True)
 class Checkpoints(RunParts, Hook):
-    """The last hook: it also tells the loop that a callback or a signal stops the run."""
+    """The last hook: it also tells the loop that a callback, a signal or a finding stops it."""
 
     shutdown: GracefulShutdown = field(default_factory=GracefulShutdown)
     last: int = 0  # iterations in the newest checkpoint, or when ``train`` was called
@@ -55,7 +55,7 @@ class Checkpoints(RunParts, Hook):
     def on_epoch_end(self) -> bool:
         """Save if a callback or a signal asks for it."""
         control = self.callbacks.control
-        if self.shutdown.requested:
+        if self.shutdown.requested or self.trainer.stopped_by:
             control.should_training_stop = True
             control.should_save |= self.last < self.state.global_step
         if self.learner.world_size > 1:  # an evaluation may have taken minutes

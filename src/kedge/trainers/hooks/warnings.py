@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kedge import plugins
+from kedge.records.errors import ConfigError
 from kedge.records.protocols import Hook
 from kedge.records.types import RewardOutput, Rollout, StepReport
 from kedge.trainers.advice import (
@@ -33,6 +34,14 @@ class Warnings(RunParts, Hook):
     known: set[str] = field(default_factory=set)  # rules that have warned
     _last: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=MUCH_NOISE))
     _rows: int = 0  # of the log that the doctor has read
+
+    def __post_init__(self) -> None:
+        self._accepted = {finding.rule for finding in self._findings()}  # by resuming the run
+        if self.args.stop_on_finding and plugins.load("kedge.hooks", "doctor") is None:
+            raise ConfigError(
+                "stop_on_finding=True needs the rules of kedge doctor, an extension that was"
+                " deleted; reinstall Kedge, or leave stop_on_finding out"
+            )
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
         """Check the first batch."""
@@ -77,12 +86,22 @@ class Warnings(RunParts, Hook):
 
     def on_epoch_end(self) -> None:
         """Warn once of each finding of ``kedge doctor``: every few rows, and at checkpoints."""
-        history, examine = self.state.log_history, plugins.load("kedge.hooks", "doctor")
+        history, state = self.state.log_history, self.state
         new, saves = len(history) - self._rows, self.callbacks.control.should_save
-        if examine is None or not new or (new < len(history) // 50 and not saves):
+        if not new or (new < len(history) // 50 and not saves):
             return
         self._rows = len(history)
-        rows = [row for row in history if "objective/scores" in row]
-        share = self.state.global_step / max(1, self.state.max_steps)
-        for text in examine(rows, self.known, options=self.args.to_dict(), share=share):
-            self.warn(text)
+        for found in self._findings():
+            if found.rule not in self.known:
+                self.known.add(found.rule)
+                so_far = f"(so far, at iteration {state.global_step} of {state.max_steps})"
+                self.warn(f"{found.rule} {so_far}: {found.seen}. To try: {found.advice}")
+                stop = self.args.stop_on_finding and state.global_step < state.max_steps
+                if stop and found.severe and found.rule not in self._accepted:
+                    self.trainer.stopped_by = self.trainer.stopped_by or found.rule
+
+    def _findings(self) -> list[Any]:
+        state, examine = self.state, plugins.load("kedge.hooks", "doctor")
+        rows = [row for row in state.log_history if "objective/scores" in row]
+        share = state.global_step / max(1, state.max_steps)
+        return examine(rows, options=self.args.to_dict(), share=share) if examine else []

@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import kedge
 from kedge.config.declare import default_of, status
+from kedge.ext.trl import options
 from kedge.ext.trl.compat.trl_trainers import PolicyAndValue
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _PPO = (  # fields of TRL's PPOConfig
 )
 # Set by ms-swift for its own training loop and its removal of dataset columns.
 _OF_SWIFT = ("accelerator_config", "remove_unused_columns", "dataloader_")
-_TRL_FIELDS = [f for f in fields(kedge.PPOConfig) if f.name in _PPO]
+_TRL_FIELDS = [f for f in fields(options.PPOConfig) if f.name in _PPO]
 PPOConfig = make_dataclass(
     "PPOConfig",
     [
@@ -37,11 +38,13 @@ PPOConfig = make_dataclass(
     ],
     bases=(TrainingArguments,),
 )
-PPOConfig.__doc__ = "The options of TRL's ``PPOConfig``, which ``kedge.PPOConfig`` checks later."
+PPOConfig.__doc__ = (
+    "The options of TRL's ``PPOConfig``, which ``kedge.trl.PPOConfig`` checks later."
+)
 
 
 def to_kedge_config(args: Any) -> kedge.PPOConfig:
-    """Convert to a ``kedge.PPOConfig``; one warning lists options that Kedge does not read."""
+    """Convert to a ``kedge.trl.PPOConfig``; one warning lists options that Kedge does not read."""
     plain = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
     names = {f.name for f in fields(TrainingArguments) if f.init} - {"output_dir"}
     changed = {name for name in names if getattr(args, name) != getattr(plain, name)}
@@ -50,7 +53,7 @@ def to_kedge_config(args: Any) -> kedge.PPOConfig:
     if unread := sorted(changed - acting):
         logger.warning("Kedge does not read these options: %s", ", ".join(unread))
     read = [*_PPO, "output_dir", *acting]
-    return kedge.PPOConfig(**{name: getattr(args, name) for name in read})
+    return options.PPOConfig(**{name: getattr(args, name) for name in read})
 
 
 class PPOTrainer(Trainer):
