@@ -623,3 +623,16 @@ def test_the_tab_counts_the_metrics_that_its_page_lists() -> None:
     shared = r"Object\.keys\(\w+\.series\)\.filter\(\(n\) => n !== \"episode\"\)"
     assert re.search(shared, tab)
     assert re.search(shared, page)
+
+
+def test_a_fault_of_the_doctor_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(log: RunLog) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr("kedge.ext.report.doctor.RULES", [broken])
+    trainer = small(total_episodes=20, logging_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert caplog.text.count("kedge doctor cannot read this log: ZeroDivisionError") == 1

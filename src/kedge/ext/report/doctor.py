@@ -236,16 +236,17 @@ def fell_after_it_was_solved(log: RunLog) -> str | None:
     top = scores.index(max(scores))
     low = min(range(top, len(scores)), key=scores.__getitem__)
     gain = [y / max(x, 1e-9) for x, y in zip(raw, used, strict=True)]
+    usual = next(filter(None, gain), math.inf)  # the first batch may have had no advantages
     worst = max(range(top, low + 1), key=gain.__getitem__)
     fall, span = scores[top] - scores[low], scores[top] - min(0.0, *scores)
     far = max(moved[top : low + 1], default=0.0) if len(moved) == len(scores) else 0.0
-    if fall < max(0.2 * span, 6 * chance) or (gain[worst] < 4 * gain[0] and far < FAR):
+    if fall < max(0.2 * span, 6 * chance) or (gain[worst] < 4 * usual and far < FAR):
         return None
     why = f"an iteration moved the policy by {far:.2g} nats per token"
-    if gain[worst] >= 4 * gain[0]:
+    if gain[worst] >= 4 * usual:
         why = (
             f"the advantages were scaled up from a deviation of {raw[worst]:.2g},"
-            f" {gain[worst] / gain[0]:.0f} times as much as at first"
+            f" {gain[worst] / usual:.0f} times as much as at first"
         )
     return f"score {scores[top]:.3g} to {scores[low]:.3g}; {why}"
 
@@ -337,10 +338,12 @@ def the_first_iterations_were_noise(log: RunLog) -> str | None:
     """Let the value model train alone first (value_warmup_steps), or fit it on recorded rollouts
     (kedge value fit) and check it (kedge value check) before the policy moves.
     """
-    known = [row.get("val/explained_variance") for row in log.rows if row.get("lr")]
-    first = next((i for i, x in enumerate(known) if x is not None and x > 0), len(known))
-    scores = log.series("objective/scores")
-    if len(known) < MIN_ROWS or not 3 <= first < len(known) or scores[first] >= scores[0]:
+    moved = RunLog("", [row for row in log.rows if row.get("lr")], {})
+    known, scores = moved.series("val/explained_variance"), moved.series("objective/scores")
+    first = next((i for i, x in enumerate(known) if x > 0), len(known))
+    if len(known) < MIN_ROWS or len(known) != len(scores):
+        return None
+    if not 3 <= first < len(known) or scores[first] >= scores[0]:
         return None
     return (
         f"in the first {first} rows in which the policy moved, the value was worse than the mean,"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kedge import plugins
-from kedge.records.errors import ConfigError
+from kedge.records.errors import ConfigError, describe_error
 from kedge.records.protocols import Hook
 from kedge.records.types import RewardOutput, Rollout, StepReport
 from kedge.trainers.advice import (
@@ -104,4 +104,10 @@ class Warnings(RunParts, Hook):
         state, examine = self.state, plugins.load("kedge.hooks", "doctor")
         rows = [row for row in state.log_history if "objective/scores" in row]
         share = state.global_step / max(1, state.max_steps)
-        return examine(rows, options=self.args.to_dict(), share=share) if examine else []
+        try:
+            return examine(rows, options=self.args.to_dict(), share=share) if examine else []
+        except Exception as error:  # what only looks at a run must not end it
+            if "doctor" not in self.known:
+                self.known.add("doctor")
+                self.warn(f"kedge doctor cannot read this log: {describe_error(error)}")
+            return []
