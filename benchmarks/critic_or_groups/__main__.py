@@ -55,6 +55,14 @@ RUN_BY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "GRPO": METHODS["GRPO"],
     "REINFORCE++": (partial(PPOTrainer, algorithm=reinforce_pp()), PPOConfig, {}),
 }
+METHODS_OF_STUDY = list(RUN_BY)
+# What the critic does, at the rate that was chosen for PPO.
+VARIANTS = {
+    "PPO, no value warm-up": {"value_warmup_steps": 0},
+    "PPO, value not trained": {"value_warmup_steps": 0, "value_learning_rate": 0.0},
+}
+for _name, _changed in VARIANTS.items():
+    RUN_BY[_name] = (PPOTrainer, PPOConfig, COPY | BY_TOKENS | _changed)
 COLUMNS = {
     "episodes": "episode",
     "tokens": "num_tokens",
@@ -147,7 +155,7 @@ def plan(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 what = {"method": method, "rate": rate, "lag": 0, "seed": TUNING_SEED}
                 yield {"game": game, "length": length, **what}
             continue
-        rates = {method: chosen_rate(game, method) for method in args.methods}
+        rates = {m: chosen_rate(game, "PPO" if m in VARIANTS else m) for m in args.methods}
         every = itertools.product(args.seeds, args.lags, args.lengths, args.methods)
         for seed, lag, length, method in every:
             what = {"method": method, "rate": rates[method], "lag": lag, "seed": seed}
@@ -174,7 +182,7 @@ def main() -> None:
     flags.add_argument("--output_dir", default="runs/critic-or-groups", type=Path)
     flags.add_argument("--games", nargs="+", default=list(GAMES), choices=list(GAMES))
     flags.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
-    flags.add_argument("--methods", nargs="+", default=list(RUN_BY), choices=list(RUN_BY))
+    flags.add_argument("--methods", nargs="+", default=METHODS_OF_STUDY, choices=list(RUN_BY))
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     flags.add_argument("--lags", nargs="+", type=int, default=[0])
     flags.add_argument("--choose", action="store_true", help="try the learning rates")
