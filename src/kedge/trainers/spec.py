@@ -96,6 +96,8 @@ class SharedArguments(TypedDict, total=False):
     """Keyword arguments of every trainer.
 
     Args:
+        compute_metrics: ``f(prompts, completions, scores, **columns) -> dict`` of numbers, called
+            once for all responses of an evaluation; logged as ``eval_<name>``.
         reward_weights: weight of each source, models first; overrides the config's.
         rollout_engine: a rollout engine instead of the one that the config names.
         algorithm: a custom algorithm instead of the trainer's.
@@ -110,6 +112,7 @@ class SharedArguments(TypedDict, total=False):
             ``peft_config``.
     """
 
+    compute_metrics: Callable[..., Mapping[str, Any]] | None
     reward_weights: Sequence[float] | None
     rollout_engine: RolloutEngine | None
     algorithm: Algorithm | None
@@ -152,6 +155,7 @@ class TrainerInputs:
     callbacks: list[Any] | None = None
     peft_config: Any = None
     reward_funcs: Any = None
+    compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     reward_weights: Sequence[float] | None = None
     reward_processing_classes: Any = None
     rollout_engine: RolloutEngine | None = None
@@ -252,6 +256,7 @@ _KINDS = {
         *("shares_weights", "logprob_kind", "generate", "load_weights"),
     ),
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
+    "compute_metrics": ("a function that returns a dict of numbers", "__call__"),
     "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }
 
