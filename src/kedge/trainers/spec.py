@@ -21,6 +21,7 @@ from kedge.algorithms.transforms import (
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
+from kedge.data.stream import is_stream
 from kedge.loop.metrics import TRL_NAMES
 from kedge.records.errors import ConfigError
 from kedge.records.protocols import EngineInfo, RolloutEngine, check_declared
@@ -238,7 +239,7 @@ def check_verifiers(inputs: TrainerInputs) -> None:
         for dataset in (inputs.train_dataset, inputs.eval_dataset):
             several = isinstance(dataset, Mapping) and verifier.column not in dataset
             for part in dataset.values() if several else [dataset]:
-                table = None if part is None else read_table(part)
+                table = None if part is None or is_stream(part) else read_table(part)
                 if table is not None and verifier.column in table.names:
                     rows = table.take(range(len(table)), [verifier.column])
                     verifier.check(rows[verifier.column])
