@@ -146,7 +146,7 @@ PREFIXES: dict[str, str] = {
     "deviation over them",
     "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "
     "k responses (arXiv:2107.03374)",
-    "eval_": "the same metric on the evaluation prompts",
+    "eval_": "the same metric on the evaluation prompts, or what compute_metrics returned",
     "environment/": "numbers that environments report: under info['metrics'], summed over an "
     "episode, or in info, the last of an episode; mean over episodes",
     "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",
