@@ -152,9 +152,9 @@ class Splits:
                     f"dataset_name={self.name!r} has no split {split!r}; its splits: "
                     f"{', '.join(self.names)}"
                 )
-            if not Path(self.name).expanduser().is_file():  # one file has no splits to choose from
-                only = f"reading its only split, {self.names[0]!r}"
-                note(f"{self.name} has no split {split!r}; {only} (name it to confirm)")
+            one_file = Path(self.name).expanduser().is_file()
+            if not one_file or split not in ("train", "test"):  # files have no splits by default
+                note(f"{self.name} has no split {split!r}; all of its rows are read")
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]
