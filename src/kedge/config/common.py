@@ -232,7 +232,7 @@ class EstimatorArguments:
 
 @dataclass
 class EnvironmentArguments:
-    """They act if the policy plays in an environment."""
+    """Options that apply if the policy plays in an environment."""
 
     SECTION: ClassVar[str] = "environments"
 
