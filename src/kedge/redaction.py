@@ -57,7 +57,7 @@ def remember(value: object, name: str | None = None) -> None:
 def redact(value: Any, blank: Callable[[Any], str] = lambda _: BLANK, *, free: bool = False) -> Any:
     """Blank secrets in plain data: values of secret fields, in URLs, issued and remembered ones.
 
-    ``blank`` writes what stands in place of the value of a secret field.
+    ``blank`` returns the replacement for the value of a secret field.
     """
     if isinstance(value, str):
         text = _ISSUED.sub(BLANK, _LOGIN.sub(rf"\1{BLANK}@", value))

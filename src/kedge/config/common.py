@@ -283,7 +283,7 @@ class EnvironmentArguments:
 
 @dataclass
 class EngineArguments:
-    """The loop: how far sampling runs ahead, and what corrects for it."""
+    """The loop: how far sampling runs ahead, and corrections for stale samples."""
 
     SECTION: ClassVar[str] = "engine"
 
