@@ -95,7 +95,7 @@ def _parsed(item: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """What stands for a secret where two runs are compared; of a digest, itself."""
+    """A hash that replaces a secret when two runs are compared; a digest is returned as it is."""
     if isinstance(value, str) and value.startswith("sha256:"):
         return value
     text = json.dumps(value, sort_keys=True, default=str)
