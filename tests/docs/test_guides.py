@@ -140,7 +140,7 @@ FIGURES = {
 def test_figure_is_the_same_on_every_page(name: str) -> None:
     found = {}
     for page, expression in FIGURES[name].items():
-        match = re.search(expression, (ROOT / page).read_text(encoding="utf-8"))
+        match = re.search(expression, " ".join((ROOT / page).read_text(encoding="utf-8").split()))
         assert match, f"{page} does not state: {name}"
         found[page] = [figure.replace("_", ",") for figure in match.groups()]
     assert len(set(map(tuple, found.values()))) == 1, found

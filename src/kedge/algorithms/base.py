@@ -73,10 +73,10 @@ class AdvantageInputs:
 def uniform_rows(
     rollout: Rollout, reward_output: RewardOutput, *, credit: CreditLevel = "token"
 ) -> Tensor:
-    """Rows of groups without a difference in what advantages compare, the KL left out.  bool [B].
+    """Rows in groups whose members score the same, ignoring the KL.  bool [B].
 
     They compare scores, or with ``credit="turn"`` the sums of rewards from each turn on.  A valid
-    row that is alone in its group differs from none.
+    row that is alone in its group counts as uniform.
     """
     group, valid = rollout.prompts.group, reward_output.valid
     mask = rollout.loss_mask & valid[:, None]

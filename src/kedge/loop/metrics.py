@@ -38,8 +38,8 @@ NAMES: dict[str, str] = {
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
     "objective/uniform_groups": "share of grouped responses whose group has equal scores",
-    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the denominator of the "
-    "ratio: the behavior policy, with sampler_correction the policy before the iteration; "
+    "policy/approxkl_avg": "nats per token; mean of 0.5 (log ratio)^2 relative to the policy that "
+    "sampled the tokens, or with sampler_correction to the policy before the iteration; "
     "per response if the ratio is clipped per response (RLOO)",
     "policy/policykl_avg": "nats per token; mean of old minus new log-probability: the k1 "
     "estimate of the KL to the same policy as in policy/approxkl_avg",

@@ -315,7 +315,7 @@ def optimize(
     plan: EpochPlan,
     control: StepControl | None = None,
 ) -> dict[str, float]:
-    """Train on the experience as planned; means of the metrics over optimizer steps.
+    """Train on the experience as planned; returns metrics averaged over optimizer steps.
 
     Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
     each rank processes an equal share of every mini-batch.
