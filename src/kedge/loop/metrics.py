@@ -57,6 +57,11 @@ NAMES: dict[str, str] = {
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
     "tokens (RLOO: responses) and optimizer steps",
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
+    "policy/ratio_min": "smallest probability ratio of a trained token to the same policy, before "
+    "any clip, over tokens and optimizer steps",
+    "policy/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%), mean over steps",
+    "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
+    "policy/ratio_max": "the largest of these ratios, over tokens and optimizer steps",
     "val/num_eos_tokens": "terminated responses (ended by themselves) in the batch, over all ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), values before training",
     "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
@@ -83,6 +88,11 @@ NAMES: dict[str, str] = {
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
+    "rollout/ratio_min": "smallest raw importance ratio (learner / rollout engine) of a trained "
+    "token before it is truncated or masked; where the engine recorded log-probabilities",
+    "rollout/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%)",
+    "rollout/ratio_p99": "99% quantile of these ratios",
+    "rollout/ratio_max": "the largest of these ratios",
     "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner| for "
     "tokens of the newest policy version; not logged if all are older",
     "rollout/sync_gap": "nats per token; the same on the fixed tokens that verify a weight sync "

@@ -293,7 +293,8 @@ class Loss:
     """Loss as weighted sums, so that micro-batches and ranks simply add up."""
 
     parts: Mapping[str, Tensor]  # scalars; their sum is minimized
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
+    # scalars; or [n], log ratios of tokens, NaN where one does not train: their range is logged
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total(self) -> Tensor:
