@@ -314,7 +314,8 @@ def command_flags() -> str:
         full = parser(command)
         flags[command] = quick.describe(full, full.nullable)
     found = {"transformers": transformers.__version__, "help": texts, "flags": flags}
-    found["options"] = {"async-ppo": sorted({a.dest for a in parser("async-ppo")._actions})}
+    every = [*TRAINERS, "async-ppo"]
+    found["options"] = {name: sorted({a.dest for a in parser(name)._actions}) for name in every}
     return json.dumps(found, ensure_ascii=False).replace("}], [[", "}],\n[[") + "\n"
 
 
