@@ -65,6 +65,8 @@ def test_a_stream_goes_on_where_it_was(kind: str, caplog: pytest.LogCaptureFixtu
     if kind == "plain":
         assert wanted[:13] == [row["number"] for row in ROWS]
         assert wanted[13:26] == wanted[:13]
+        halves = [prompts(stream(), rank=rank, world_size=2) for rank in (0, 1)]
+        assert [numbers(half, range(1, 2)) for half in halves] == [[4, 5], [6, 7]]
     if kind == "shuffled":
         assert sorted(wanted[:13]) == sorted(wanted[13:26]) == [row["number"] for row in ROWS]
         assert wanted[:13] != wanted[13:26]
