@@ -14,8 +14,9 @@ from kedge.algorithms import ppo
 from kedge.config.rollout_engines import find_engine
 from kedge.ext.trl import options as options_of_trl
 from kedge.loop.corrections import build_correction
-from kedge.math.ratios import Correction, ratio_range
+from kedge.math.ratios import Correction
 from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.histogram import ratio_range
 from kedge.records.types import RewardOutput, Rollout, Sampling
 from kedge.testing import tiny_policy
 from kedge.trainers.options import correction_options

@@ -45,7 +45,6 @@ from kedge.learner.logprobs import (
 )
 from kedge.learner.reference import FrozenModel, Reference, RemoteReference
 from kedge.learner.settings import LearnerSettings
-from kedge.math.ratios import ratio_range
 from kedge.models.backbone import BackboneCache
 from kedge.models.compatibility import check_rows
 from kedge.models.fingerprint import fingerprint, policy_weights
@@ -67,6 +66,7 @@ from kedge.ops.attention import use_own_attention
 from kedge.ops.kernels import Kernels
 from kedge.ops.products import backend
 from kedge.records.errors import ConfigError, KedgeError
+from kedge.records.histogram import ratio_range
 from kedge.records.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.records.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 

@@ -12,7 +12,8 @@ from kedge.loop.metrics import MetricAccumulator, reduce_metrics
 from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count
 from kedge.math.kl import k2, k3
-from kedge.math.ratios import Correction, importance_weights, ratio_range
+from kedge.math.ratios import Correction, importance_weights
+from kedge.records.histogram import ratio_range
 from kedge.records.protocols import AllReduce, Learner
 from kedge.records.types import Experience, Rollout
 
