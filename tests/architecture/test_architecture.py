@@ -30,7 +30,7 @@ KEDGE_RULES = {
     "config": {"records", "suggestions", "redaction"},
     "data": {"records", "chat_template"},
     "models": {"records", "ops"},
-    "learner": {"records", "math", "ops", "models"},
+    "learner": {"records", "ops", "models"},
     "rewards": {"records", "plugins", "ops", "math", "models", "data"}
     | {"chat_template", "background"},
     "rollout": {"records", "config", "background"},
