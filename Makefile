@@ -109,7 +109,7 @@ test-core: setup
 
 conformance: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=conformance/src $(BIN)/python -m pytest -q -n 2 conformance/tests
-	OMP_NUM_THREADS=1 PYTHONPATH=conformance/src $(BIN)/python -m ppo_conformance.cli run conformance/adapters/kedge.py
+	OMP_NUM_THREADS=1 PYTHONPATH=conformance/src $(BIN)/python -m ppo_conformance run conformance/adapters/kedge.py
 
 test-compat: setup
 	$(BIN)/python -m tests.compat.environments .compat/venvs

@@ -46,6 +46,7 @@ OF_ALL_ALGORITHMS = (
     *("objective/non_score_reward", "objective/kl", "objective/kl2", "objective/kl3"),
     *("objective/kl_coef", "objective/entropy"),
     *("policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg"),
+    *("policy/ratio_min", "policy/ratio_p01", "policy/ratio_p99", "policy/ratio_max"),
     *("val/ratio", "val/ratio_var", "val/num_eos_tokens", "val/advantage_std"),
 )
 OF_ALGORITHM: dict[str, tuple[str, ...]] = {
@@ -314,7 +315,8 @@ def command_flags() -> str:
         full = parser(command)
         flags[command] = quick.describe(full, full.nullable)
     found = {"transformers": transformers.__version__, "help": texts, "flags": flags}
-    found["options"] = {"async-ppo": sorted({a.dest for a in parser("async-ppo")._actions})}
+    every = [*TRAINERS, "async-ppo"]
+    found["options"] = {name: sorted({a.dest for a in parser(name)._actions}) for name in every}
     return json.dumps(found, ensure_ascii=False).replace("}], [[", "}],\n[[") + "\n"
 
 

@@ -1,12 +1,18 @@
-"""AgileRL: PPO and GRPO for language models; CONFORMANCE_AGILERL may name its folder."""
+"""AgileRL: PPO and GRPO for language models; CONFORMANCE_AGILERL may name its folder.
+
+Values outside the mask are 0 for turn_gae and value_loss, as ``learn`` makes them; all else is
+handed over as it is.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from ppo_conformance import NotOffered
 from ppo_conformance.adapting import (
@@ -27,6 +33,12 @@ DOCUMENTED = {
     "token_rewards/*": "_compute_token_rewards: each action token gets its turn's reward",
     "turn_gae/*": "turn_value_reduction: the last token of a turn, or the mean",
 }
+NOTES = {
+    "gae": 'advantage_granularity="token"; "auto" (default) uses "turn" for many turns',
+    "token_rewards": "at turn level the mean over the turn gives the reward back",
+    "group_normalize": "two groups in a batch; where a batch has one, 0.3 eight times gives 0.71",
+    "cispo": "the path without the fused kernel, normalized over the accumulation window",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "logprobs": "fused with the head",
@@ -34,11 +46,9 @@ NOT_CALLABLE = {
     "decoupled_gae": "one lambda",
     "adaptive_lambda": "one lambda",
     "discounted_returns": "no such option",
-    "leave_one_out": "inside its REINFORCE, not looked at",
+    "leave_one_out": "its REINFORCE normalizes returns over the batch (ReBN), without a baseline",
     "dual_clip": "no such option",
     "double_sided": "no such option",
-    "cispo": "fused with the head, not looked at",
-    "aggregate": "a mean per micro-batch, not looked at",
     "weighted_loss": "inside its losses",
     "importance_weights": "inside its losses",
     "adaptive_kl": "no such option",
@@ -48,7 +58,8 @@ NOT_CALLABLE = {
     "running_moments": "no such option",
 }
 _names = ("masked_mean", "masked_var", "masked_whiten", "pool_by_turns", "pool_log_ratio_by_level")
-_names += ("clipped_min_surrogate", "clipped_is_surrogate", "calculate_k3_kl")
+_names += ("clipped_min_surrogate", "clipped_is_surrogate", "calculate_k3_kl", "fill_outside_mask")
+_names += ("k3_kl_penalty_reference",)
 utils = SimpleNamespace(
     **dict(
         zip(_names, definitions(root / "utils" / "llm_utils.py", *_names, torch=torch), strict=True)
@@ -62,8 +73,14 @@ _turn, _token, _value, _rewards = definitions(
     torch=torch,
     **{n: getattr(utils, n) for n in ("masked_mean", "masked_whiten", "pool_by_turns")},
 )
-_group = definitions(
-    root / "algorithms" / "grpo.py", "_calculate_advantage", owner="GRPO", torch=torch
+_group, *_cispo = definitions(
+    root / "algorithms" / "grpo.py",
+    "_calculate_advantage",
+    *("_compute_policy_loss", "_log_importance_weights", "_clipped_units", "_reduce_masked_loss"),
+    "_token_loss_weights",
+    owner="GRPO",
+    torch=torch,
+    **vars(utils),
 )
 
 
@@ -128,6 +145,33 @@ def ppo_clip(logp, old, advantages, mask, clip_low, clip_high):
     if clip_low != clip_high:
         raise NotOffered("one clip_coef")
     return _surrogate(logp, old, advantages, mask, "token", clip_low)
+
+
+def cispo(logp, old, advantages, mask, top):
+    """GRPO with loss_type="cispo", without its fused kernel."""
+    self = SimpleNamespace(
+        clip_coef_max=top,
+        beta=0.0,
+        kl_clamp=None,
+        use_kl_advantage_shaping=False,
+        use_bias_correction_kl=False,
+        _masks_off_policy_tokens=False,
+        _resolve_loss_window=lambda: (1, float(mask.sum())),
+    )
+    for function in _cispo[1:]:
+        setattr(self, function.__name__, functools.partial(function, self))
+    o, a, m = tensors(old, advantages, mask)
+    return with_gradient(lambda x: _cispo[0](self, m, x, o, o, a, None, "token", "cispo")[0], logp)
+
+
+def aggregate(losses, mask, microbatch, mode, max_length):
+    """PPO's loss of a micro-batch; the backward pass divides by their number."""
+    if mode != "token_mean" or len(set(np.bincount(microbatch).tolist())) > 1:
+        raise NotOffered("mean over tokens; micro-batches have equally many rows")
+    parts = [microbatch == k for k in sorted({int(k) for k in microbatch})]
+    zero = 0 * losses
+    out = [_surrogate(zero[k], zero[k], -losses[k], mask[k], "token", 0.2)["loss"] for k in parts]
+    return sum(out) / len(parts)
 
 
 def gspo(logp, old, advantages, mask, clip_low, clip_high):

@@ -1,4 +1,8 @@
-"""AReaL: losses and advantages; CONFORMANCE_AREAL names its source folder."""
+"""AReaL: losses and advantages; CONFORMANCE_AREAL names its source folder.
+
+A prompt token and a column of padding are added to the rows for ``_compute_advantages``; all else
+is handed over as it is.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,14 @@ ROOT = Path(os.environ["CONFORMANCE_AREAL"]) / "areal"
 LIBRARY = "AReaL"
 VERSION = os.environ.get("CONFORMANCE_AREAL_VERSION", "source")
 DOCUMENTED = {
+    "kl/*-far_apart": "apply_clamp of KLEstimator, True by default",
     "gspo/*": "_compute_sequence_level_ratio_and_advantages: summed over tokens",
+}
+NOTES = {
+    "kl": "every kind is bounded; the configuration has no switch",
+    "token_rewards": "an episode that ends with tool output has its score on a token of the tool",
+    "gspo": "with responses of equal length it agrees",
+    "overlong": "only where the turns of an episode are longer than max_new_tokens together",
 }
 NOT_CALLABLE = {
     "full_kl": "no such option",
@@ -36,7 +47,6 @@ NOT_CALLABLE = {
     "running_moments": "no such option",
     "discounted_returns": "GAE with values 0",
     "entropy": "inside a compiled, vocabulary-parallel function",
-    "leave_one_out": "a mean of leave-one-out type in its Normalization class, not looked at",
 }
 _functional = ROOT / "utils" / "functional" / "functional.py"
 _names = (
@@ -80,24 +90,26 @@ def logprobs(logits, tokens, mask, temperature):
 
 
 def kl(logp, ref, mask, estimator):
-    """Its bound of the output, 10 by default, is an option, and switched off here."""
+    """As ``PPOActor`` builds it, with the bound of 10."""
     if estimator == "abs":
         raise NotOffered("k1, k2 and k3")
-    return Estimator(estimator, apply_clamp=False)(*tensors(logp, ref))
+    return Estimator(estimator)(*tensors(logp, ref))
 
 
-def _batch(rewards, values, logp, ref, mask, scores, gamma, lam, kl_coef):
+def _batch(rewards, values, logp, ref, mask, attention_mask, scores, gamma, lam, kl_coef):
     """``PPOActor._compute_advantages`` on rows of one prompt token and the response.
 
-    Column 0 is the prompt: values, log-probabilities and masks move by one, as in its batches.
+    Column 0 is the prompt: values, log-probabilities and masks move by one, as in its batches.  A
+    column of padding is added, so that no row counts as cut off; tool output at the end of a row
+    stays in it.
     """
     m, v, p, q, s = tensors(mask, values, logp, ref, scores)
     rows, width = m.shape
-    ends = m.shape[1] - m.flip(1).int().argmax(1) + 1  # tokens of prompt and response
-    if not m[:, 0].all():
+    if not attention_mask[:, 0].all():
         raise NotOffered("padding on the right")
+    ends = tensors(attention_mask).sum(1) + 1  # tokens of prompt and response
     column = torch.zeros(rows, 1, dtype=v.dtype)
-    extra = torch.zeros(rows, 1, dtype=v.dtype)  # so that no row is as wide as the batch
+    extra = torch.zeros(rows, 1, dtype=v.dtype)
 
     def shifted(x):
         return torch.cat([column, x, extra], 1)
@@ -136,18 +148,20 @@ def rewards_after(rewards, width):
     return np.concatenate([rewards, np.zeros((len(rewards), 2), rewards.dtype)], 1)
 
 
-def token_rewards(scores, logp, ref, mask, kl_coef):
+def token_rewards(scores, logp, ref, mask, kl_coef, attention_mask):
     if not mask.any(1).all():
         raise NotOffered("no empty responses")
-    out, width = _batch(None, 0 * logp, logp, ref, mask, scores, 1.0, 1.0, kl_coef)
+    masks = mask, attention_mask
+    out, width = _batch(None, 0 * logp, logp, ref, *masks, scores, 1.0, 1.0, kl_coef)
     return out["tot_rewards"][:, :width]
 
 
-def gae(rewards, values, mask, gamma, lam, last_values):
+def gae(rewards, values, mask, gamma, lam, last_values, attention_mask):
     if last_values.any():
         raise NotOffered("bootstraps rows as wide as the batch, from the value of their last token")
     zero = 0 * rewards
-    out, width = _batch(rewards, values, zero, zero, mask, zero[:, 0], gamma, lam, 1.0)
+    masks = mask, attention_mask
+    out, width = _batch(rewards, values, zero, zero, *masks, zero[:, 0], gamma, lam, 1.0)
     return {"advantages": out["advantages"][:, :width], "returns": out["returns"][:, :width]}
 
 
@@ -158,14 +172,21 @@ def whiten(x, mask, rank, center):
     return _found["masked_normalization"](*tensors(x, mask), unbiased=False, all_reduce=False)
 
 
+def leave_one_out(scores, group, valid):
+    return _normalized(scores, group, valid, None, True)
+
+
 def group_normalize(scores, group, valid, scale):
+    return _normalized(scores, group, valid, {"none": None}.get(scale, scale), False)
+
+
+def _normalized(scores, group, valid, level, leave_one_out):
     n = neighbors(group, valid)
-    level = {"group": "group", "batch": "batch", "none": None}[scale]
     config = SimpleNamespace(
         mean_level="group",
         std_level=level,
         group_size=n,
-        mean_leave1out=False,
+        mean_leave1out=leave_one_out,
         std_unbiased=True,
         eps=1e-5,
     )

@@ -1,4 +1,7 @@
-"""Kedge: its pure functions, and its algorithms where the formula is only there."""
+"""Kedge: its pure functions, and its algorithms where the formula is only there.
+
+Inputs are handed over as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""miniVERL: advantages, losses and reductions; CONFORMANCE_MINIVERL may name its folder."""
+"""miniVERL: advantages, losses and reductions; CONFORMANCE_MINIVERL may name its folder.
+
+Inputs are handed over as they are, masks as floats.
+"""
 
 from __future__ import annotations
 

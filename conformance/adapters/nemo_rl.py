@@ -1,4 +1,7 @@
-"""NeMo-RL: advantage estimators and losses; CONFORMANCE_NEMO_RL names its source folder."""
+"""NeMo-RL: advantage estimators and losses; CONFORMANCE_NEMO_RL names its source folder.
+
+Its loss cuts off the column before the first token, so the adapter adds one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ if "CONFORMANCE_NEMO_RL" not in os.environ:
 ROOT = Path(os.environ["CONFORMANCE_NEMO_RL"]) / "nemo_rl" / "algorithms"
 LIBRARY = "NeMo-RL"
 VERSION = os.environ.get("CONFORMANCE_NEMO_RL_VERSION", "source")
+DOCUMENTED = {
+    "kl/*-far_apart": "kl_output_clamp_value, 10 by default, an option",
+}
 NOT_CALLABLE = {
     "logprobs": "inside its workers",
     "entropy": "inside its workers",
@@ -67,10 +73,10 @@ PolicyLoss, ValueLoss = definitions(
 
 
 def kl(logp, ref, mask, estimator):
-    """Its bound of the output, 10 by default, is an option, and switched off here."""
+    """With its default bounds; kl_output_clamp_value=null switches the one of the output off."""
     if estimator == "abs":
         raise NotOffered("k1, k2 and k3")
-    return calculate_kl(*tensors(logp, ref), kl_type=estimator, output_clamp_value=None)
+    return calculate_kl(*tensors(logp, ref), kl_type=estimator)
 
 
 def _gae_estimator(gamma, lam, policy=None, value=None, alpha=0, kl_coef=0.0):

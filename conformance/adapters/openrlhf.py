@@ -1,4 +1,7 @@
-"""OpenRLHF: losses, KL, rewards and GAE; CONFORMANCE_OPENRLHF may name its folder."""
+"""OpenRLHF: losses, KL, rewards and GAE; CONFORMANCE_OPENRLHF may name its folder.
+
+Inputs are handed over as they are; the scores of a group become a row, as in its trainer.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,11 @@ _advantages, _returns = definitions(
 )
 DOCUMENTED = {
     "kl/*-far_apart": "a comment of compute_approx_kl: the final cap",
+}
+NOTES = {
+    "group_normalize": "two groups in a batch; where a batch has one, 0.3 eight times gives 0.91",
+    "gae": "at gamma = lambda = 1, its defaults, it agrees (case turns-gamma_1)",
+    "discounted_returns": "at gamma = 1, its default, it agrees",
 }
 NOT_CALLABLE = {
     "full_kl": "no such option",

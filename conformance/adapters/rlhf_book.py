@@ -1,4 +1,8 @@
-"""rlhf-book, code/policy_gradients; CONFORMANCE_RLHF_BOOK names the folder that holds it."""
+"""rlhf-book, code/policy_gradients; CONFORMANCE_RLHF_BOOK names the folder that holds it.
+
+Inputs are handed over as they are.  Its losses are means over responses, so a mean over tokens is
+made of its losses of single responses.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from ppo_conformance import NotOffered
 from ppo_conformance.adapting import definitions, neighbors, tensors, with_gradient
@@ -16,6 +21,10 @@ if "CONFORMANCE_RLHF_BOOK" not in os.environ:
 ROOT = Path(os.environ["CONFORMANCE_RLHF_BOOK"]) / "policy_gradients"
 LIBRARY = "rlhf-book"
 VERSION = os.environ.get("CONFORMANCE_RLHF_BOOK_VERSION", "source")
+NOTES = {
+    "kl": "kl1 and kl3 are Schulman's estimators with policy and reference exchanged; kl3 is the "
+    "default",
+}
 NOT_CALLABLE = {
     "logprobs": "reads a model",
     "entropy": "no such option",
@@ -35,11 +44,10 @@ NOT_CALLABLE = {
     "response_mask": "inside its rollout",
     "running_moments": "no such option",
     "overlong": "a function inside a function",
-    "aggregate": "a mean per micro-batch, not looked at",
 }
 _names = ("approx_kl3", "approx_kl2", "approx_kl1", "get_approx_kl", "masked_mean", "GSPOLoss")
 _names += ("CISPOLoss", "PPOLoss", "DAPOLoss", "GRPOLoss")
-losses = SimpleNamespace(
+losses_of = SimpleNamespace(
     **dict(zip(_names, definitions(ROOT / "loss.py", *_names, torch=torch, nn=nn), strict=True))
 )
 _names = ("compute_standardized_advantages", "compute_nonstandardized_advantages")
@@ -52,7 +60,7 @@ utils = SimpleNamespace(
 def kl(logp, ref, mask, estimator):
     if estimator == "abs":
         raise NotOffered("kl1, kl2 and kl3")
-    return losses.get_approx_kl(f"kl{estimator[1]}", *tensors(logp, ref, mask))
+    return losses_of.get_approx_kl(f"kl{estimator[1]}", *tensors(logp, ref, mask))
 
 
 def gae(rewards, values, mask, gamma, lam, last_values):
@@ -85,6 +93,18 @@ def group_normalize(scores, group, valid, scale):
     return _grouped(functions[scale], scores, group, valid)
 
 
+def aggregate(losses, mask, microbatch, mode, max_length):
+    """The loss of a token is -A with ratio 1; train.py divides by the number of micro-batches."""
+    kinds = {"token_mean": losses_of.DAPOLoss, "sequence_mean": losses_of.GRPOLoss}
+    if mode not in kinds or len(set(np.bincount(microbatch).tolist())) > 1:
+        raise NotOffered("token and sequence means; micro-batches have equally many rows")
+    loss = kinds[mode](0.2, 0.2, beta=0.0, kl_estimator="kl3")
+    parts = [microbatch == k for k in sorted({int(k) for k in microbatch})]
+    zero = 0 * losses
+    out = [_step(loss, zero[k], zero[k], -losses[k], mask[k])["loss"] for k in parts]
+    return sum(out) / len(parts)
+
+
 def _step(loss, logp, old, advantages, mask):
     o, a, m = tensors(old, advantages, mask)
     batch = SimpleNamespace(log_probs_old=o, advantages=a, action_mask=m)
@@ -93,12 +113,12 @@ def _step(loss, logp, old, advantages, mask):
 
 def ppo_clip(logp, old, advantages, mask, clip_low, clip_high):
     """DAPO's loss, which has the mean over tokens."""
-    return _step(losses.DAPOLoss(clip_low, clip_high), logp, old, advantages, mask)
+    return _step(losses_of.DAPOLoss(clip_low, clip_high), logp, old, advantages, mask)
 
 
 def cispo(logp, old, advantages, mask, top):
     """Its lower bound is set to 0; its mean is over responses, so these are given one by one."""
-    loss = losses.CISPOLoss(1.0, top - 1, 0.0, "kl3")
+    loss = losses_of.CISPOLoss(1.0, top - 1, 0.0, "kl3")
     parts = [
         _step(loss, logp[b : b + 1], old[b : b + 1], advantages[b : b + 1], mask[b : b + 1])
         for b in range(len(mask))
@@ -115,14 +135,14 @@ def cispo(logp, old, advantages, mask, top):
 
 def gspo(logp, old, advantages, mask, clip_low, clip_high):
     return _step(
-        losses.GSPOLoss(clip_low, clip_high, 0.0, "kl3"), logp, old, advantages[:, None], mask
+        losses_of.GSPOLoss(clip_low, clip_high, 0.0, "kl3"), logp, old, advantages[:, None], mask
     )
 
 
 def value_loss(values, old, returns, mask, clip):
     """PPO's loss with advantages G - V_old and a ratio of 1; its mean is over responses."""
     o, g, m = tensors(old, returns, mask)
-    loss = losses.PPOLoss(0.2, 0.2, clip, 1.0)
+    loss = losses_of.PPOLoss(0.2, 0.2, clip, 1.0)
     zero = 0 * o
 
     def one(v, b):

@@ -1,4 +1,8 @@
-"""SkyRL: ppo_utils.py of its training backend; CONFORMANCE_SKYRL names its source folder."""
+"""SkyRL: ppo_utils.py of its training backend; CONFORMANCE_SKYRL names its source folder.
+
+Rows move to the right edge for gae and discounted_returns (``_aligned``); all else is handed over
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,17 @@ VERSION = os.environ.get("CONFORMANCE_SKYRL_VERSION", "source")
 DOCUMENTED = {
     "kl/k3-*": "a comment of compute_approx_kl: for numerical stability",
 }
+NOTES = {
+    "gae": "at gamma = lambda = 1, its defaults, it agrees (case turns-gamma_1)",
+    "discounted_returns": "at gamma = 1, its default, it agrees",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "decoupled_gae": "one lambda",
     "adaptive_lambda": "one lambda",
     "turn_gae": "credit per token",
     "double_sided": "its rollout_is loss, another formula",
-    "token_rewards": "inline in its trainer",
-    "weighted_loss": "inside apply_off_policy_correction, not looked at",
+    "token_rewards": "its generator gives a reward per token; the trainer only takes the KL off",
     "overlong": "user code",
     "eos_penalty": "user code",
     "response_mask": "the engine's ids end with the end token",
@@ -75,47 +82,48 @@ ppo_utils = SimpleNamespace(
     )
 )
 
-_tis = definitions(
+_names = ("off_policy_correction_enabled", "compute_tis_ratio", "compute_token_mask")
+_correction = definitions(
     ROOT / "off_policy_correction_utils.py",
-    "compute_tis_ratio",
+    *_names,
+    "compute_off_policy_correction",
+    "apply_off_policy_correction",
     torch=torch,
     masked_mean=masked_mean,
     safe_exp_delta=safe_exp_delta,
-)
+)[-1]
 
 
 def kl(logp, ref, mask, estimator):
     return ppo_utils.compute_approx_kl(*tensors(logp, ref), kl_estimator_type=estimator)
 
 
-def _aligned(mask, *arrays):
+def _aligned(attention_mask, *arrays):
     """Its batches: responses end in the last column; tool output is inside of response_mask.
 
-    Returns the mask, the arrays, and a function that moves a result back.
+    Moves every row to the right by its padding and fills the padding on the left with 0.  Returns
+    the mask, the arrays, and a function that moves a result back.
     """
-    if not mask.any(1).all():
-        raise NotOffered("no empty responses")
-    width = mask.shape[1]
-    shifts = mask[:, ::-1].argmax(1)
+    width = attention_mask.shape[1]
+    shifts = attention_mask[:, ::-1].argmax(1)
     places = (np.arange(width)[None] - shifts[:, None]) % width
-    first = mask.argmax(1) + shifts
-    inside = np.arange(width)[None] >= first[:, None]
+    inside = np.arange(width)[None] >= (width - attention_mask.sum(1))[:, None]
     moved = [np.take_along_axis(x, places, 1) for x in arrays]
     moved = [np.where(inside, x, 0).astype(x.dtype) for x in moved]
     back = (np.arange(width)[None] + shifts[:, None]) % width
     return tensors(inside), tensors(*moved), lambda x: x.gather(1, torch.from_numpy(back))
 
 
-def gae(rewards, values, mask, gamma, lam, last_values):
+def gae(rewards, values, mask, gamma, lam, last_values, attention_mask):
     if last_values.any():
         raise NotOffered("no bootstrap of responses that were cut off")
-    m, (r, v), back = _aligned(mask, rewards, values)
+    m, (r, v), back = _aligned(attention_mask, rewards, values)
     returns = ppo_utils.compute_gae_advantage_return(r, v, m.to(r.dtype), gamma, lam)[1]
     return {"advantages": back(returns - v), "returns": back(returns)}  # before it whitens
 
 
-def discounted_returns(rewards, mask, gamma):
-    m, r, back = _aligned(mask, rewards)
+def discounted_returns(rewards, mask, gamma, attention_mask):
+    m, r, back = _aligned(attention_mask, rewards)
     function = ppo_utils.compute_reinforce_plus_plus_outcome_advantage
     return back(function(r, m.to(r.dtype), gamma)[1])
 
@@ -210,13 +218,42 @@ def aggregate(losses, mask, microbatch, mode, max_length):
     return sum(ppo_utils.reduce_loss(-scaled[rows], m[rows]) for rows in parts)
 
 
+def _corrected(losses, old, sampler, mask, kind, level, low, high):
+    """Losses times weights, and the mask that is left.
+
+    "mask" is its token mask with its truncation set out of reach.
+    """
+    if level == "geometric" or (kind == "truncate" and low > 0):
+        raise NotOffered("truncation has no lower bound, and no geometric mean has a weight")
+    cap = high if kind == "truncate" else 1e9
+    config = SimpleNamespace(
+        tis_ratio_type=level,
+        token_tis_ratio_clip_high=cap,
+        sequence_tis_ratio_clip_high=cap,
+        sequence_mask_metric=None,
+        outlier_token_is_threshold_low=None,
+        outlier_token_is_threshold_high=None,
+        token_mask_is_threshold_low=low if kind == "mask" else None,
+        token_mask_is_threshold_high=high if kind == "mask" else None,
+    )
+    o, s, m = tensors(old, sampler, mask.astype(old.dtype))
+    return _correction(losses, o, s, m, config)[:2]
+
+
 def importance_weights(old, sampler, mask, kind, level, low, high):
-    if kind == "mask" or low > 0 or level == "geometric":
-        raise NotOffered("truncation from above, of tokens or sequences; its masks have no weights")
-    o, s, m = tensors(old, sampler, mask)
-    names = {"token_tis_ratio_clip_high": high, "sequence_tis_ratio_clip_high": high}
-    weights = _tis(o, s, m, level, SimpleNamespace(**names))[0]
-    return weights.expand_as(o)
+    if kind == "mask" and level != "token":
+        raise NotOffered("sequences are kept or dropped; only tokens have a mask with weights")
+    ones = torch.ones_like(tensors(old))
+    weights, left = _corrected(ones, old, sampler, mask, kind, level, low, high)
+    return weights * left
+
+
+def weighted_loss(losses, old, sampler, mask, kind, low, high):
+    """Divided, before the correction, by the tokens of the mask."""
+    x, m = tensors(losses, mask.astype(losses.dtype))
+    scaled = -_scaled(-x, m, "token_mean")
+    each, left = _corrected(scaled, old, sampler, mask, kind, "token", low, high)
+    return ppo_utils.reduce_loss(each, left)
 
 
 def adaptive_kl(start, target, horizon, kl, steps):

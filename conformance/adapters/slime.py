@@ -1,6 +1,8 @@
 """slime: slime/utils/ppo_utils.py; CONFORMANCE_SLIME names its source folder.
 
-Its rows are lists of responses without padding; a loss mask marks the tokens of tools.
+Its rows are lists of responses without padding, and a loss mask marks the tokens of tools.  Rows of
+a case are cut where their padding begins (attention_mask); tool output at their end stays, as in
+slime's trainer.
 """
 
 from __future__ import annotations
@@ -9,10 +11,16 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from ppo_conformance import NotOffered
-from ppo_conformance.adapting import definitions, excerpt, stub, tensors, with_gradient
+from ppo_conformance.adapting import (
+    definitions,
+    excerpt,
+    neighbors,
+    stub,
+    tensors,
+    with_gradient,
+)
 
 if "CONFORMANCE_SLIME" not in os.environ:
     raise ImportError("set CONFORMANCE_SLIME to the folder that holds slime/")
@@ -20,6 +28,11 @@ stub("megatron")
 ROOT = Path(os.environ["CONFORMANCE_SLIME"]) / "slime"
 LIBRARY = "slime"
 VERSION = os.environ.get("CONFORMANCE_SLIME_VERSION", "source")
+NOTES = {
+    "token_rewards": "an episode that ends with tool output has its score on a token of the tool",
+    "gae": "at gamma = lambda = 1, its defaults, it agrees (case turns-gamma_1)",
+    "discounted_returns": "at gamma = 1, its default, it agrees",
+}
 NOT_CALLABLE = {
     "full_kl": "no such option",
     "logprobs": "inside a vocabulary-parallel function",
@@ -34,10 +47,8 @@ NOT_CALLABLE = {
     "response_mask": "the engine's ids end with the end token",
     "running_moments": "no such option",
     "leave_one_out": "no such estimator",
-    "group_normalize": "inside its rollout manager",
     "aggregate": "closures over Megatron's parallel state",
     "value_loss": "reads values out of Megatron's logits",
-    "whiten": "needs a process group",
 }
 _utils = ROOT / "utils" / "ppo_utils.py"
 _names = ("compute_approx_kl", "compute_gspo_kl", "compute_policy_loss", "compute_cispo_loss")
@@ -49,6 +60,13 @@ _found = SimpleNamespace(
     )
 )
 LOSS = ROOT / "backends" / "megatron_utils" / "loss.py"
+_one_process = SimpleNamespace(all_reduce=lambda x, group: None, ProcessGroup=None)
+_whiten = definitions(
+    ROOT / "utils" / "distributed_utils.py",
+    "distributed_masked_whiten",
+    torch=torch,
+    dist=_one_process,
+)
 _tis, _icepop = definitions(LOSS, "vanilla_tis_function", "icepop_function", torch=torch)
 
 
@@ -65,18 +83,16 @@ def kl(logp, ref, mask, estimator):
     return _found.compute_approx_kl(*tensors(logp, ref), estimator)
 
 
-def _responses(mask):
-    """Length of each response with its holes; they begin in the first column."""
-    if not mask[:, 0].all():
+def _responses(attention_mask):
+    """Length of each response, tool output included."""
+    if not attention_mask[:, 0].all():
         raise NotOffered("responses have no padding")
-    return [int(np.flatnonzero(row)[-1]) + 1 for row in mask]
+    return [int(n) for n in attention_mask.sum(1)]
 
 
-def token_rewards(scores, logp, ref, mask, kl_coef):
-    """The lines of PPO in ``compute_advantages_and_returns``; the last token ends a response."""
-    if not mask.any(1).all():
-        raise NotOffered("no empty responses")
-    lengths = _responses(mask)
+def token_rewards(scores, logp, ref, mask, kl_coef, attention_mask):
+    """The lines of PPO in ``compute_advantages_and_returns``."""
+    lengths = _responses(attention_mask)
     p, q = tensors(logp, ref)
     kls = [_found.compute_approx_kl(p[b, :n], q[b, :n], "k1") for b, n in enumerate(lengths)]
     mpu = SimpleNamespace(get_context_parallel_rank=lambda: 0)
@@ -94,12 +110,12 @@ def token_rewards(scores, logp, ref, mask, kl_coef):
     return out
 
 
-def gae(rewards, values, mask, gamma, lam, last_values):
+def gae(rewards, values, mask, gamma, lam, last_values, attention_mask):
     """Loss masks are not handed over: tool output is part of a response."""
     if last_values.any():
         raise NotOffered("no bootstrap of responses that were cut off")
     _one_rank()
-    lengths = _responses(mask)
+    lengths = _responses(attention_mask)
     r, v = tensors(rewards, values)
     rows = range(len(lengths))
     found = _found.get_advantages_and_returns_batch(
@@ -118,10 +134,10 @@ def gae(rewards, values, mask, gamma, lam, last_values):
     return out
 
 
-def discounted_returns(rewards, mask, gamma):
+def discounted_returns(rewards, mask, gamma, attention_mask):
     """REINFORCE++, with the rewards of the case in place of the KL."""
     _one_rank()
-    lengths = _responses(mask)
+    lengths = _responses(attention_mask)
     r, m = tensors(rewards, mask.astype(rewards.dtype))
     rows = range(len(lengths))
     found = _found.get_reinforce_plus_plus_returns(
@@ -137,6 +153,33 @@ def discounted_returns(rewards, mask, gamma):
     for b in rows:
         out[b, : lengths[b]] = found[b]
     return out
+
+
+def whiten(x, mask, rank, center):
+    """Its sums go over all processes; here one process holds all rows."""
+    return _whiten(*tensors(x, mask), shift_mean=center)
+
+
+def group_normalize(scores, group, valid, scale):
+    """Lines of ``_post_process_rewards`` of its rollout manager."""
+    if scale == "batch":
+        raise NotOffered("deviation of the group or none")
+    n = neighbors(group, valid)
+    args = SimpleNamespace(
+        n_samples_per_prompt=n,
+        rollout_batch_size=len(scores) // n,
+        advantage_estimator="grpo",
+        grpo_std_normalization=scale == "group",
+    )
+    found = excerpt(
+        ROOT / "ray" / "rollout.py",
+        "rewards = torch.tensor(raw_rewards, dtype=torch.float)",
+        "return raw_rewards, rewards.flatten().tolist()",
+        torch=torch,
+        raw_rewards=scores.tolist(),
+        self=SimpleNamespace(args=args),
+    )
+    return found["rewards"].flatten()
 
 
 def _token_mean(each, mask):

@@ -1,9 +1,13 @@
-"""TRL 0.11, the classic PPOTrainer; CONFORMANCE_TRL_0_11 may name the folder that holds it."""
+"""TRL 0.11, the classic PPOTrainer; CONFORMANCE_TRL_0_11 may name the folder that holds it.
+
+Inputs are handed over as they are.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +46,19 @@ def _sources():
         **vars(names),
     )
     controller = definitions(root / "trainer" / "utils.py", "AdaptiveKLController", np=np)
-    return names, dict(zip(_METHODS, methods, strict=True)), controller
+    moments = definitions(
+        root / "trainer" / "utils.py", "RunningMoments", torch=torch, dataclass=dataclass
+    )
+    return names, dict(zip(_METHODS, methods, strict=True)), controller, moments
 
 
 _METHODS = ("compute_rewards", "_kl_penalty", "compute_advantages", "loss")
-core, methods, Controller = _sources()
+core, methods, Controller, Moments = _sources()
+NOTES = {
+    "gae": "its defaults are gamma 1 and lambda 0.95; with lambda 1 it agrees (case turns-gamma_1)",
+    "token_rewards": "fails, rather than differs, on a response without tokens; `generate` keeps "
+    "the end token, so only a user's own responses can be empty",
+}
 NOT_CALLABLE = {
     "decoupled_gae": "one lambda",
     "adaptive_lambda": "one lambda",
@@ -60,7 +72,6 @@ NOT_CALLABLE = {
     ),
     "eos_penalty": "no such option",
     "discounted_returns": "no such option",
-    "running_moments": "RunningMoments needs an Accelerator",
 }
 
 
@@ -143,6 +154,16 @@ def value_loss(values, old, returns, mask, clip):
     return with_gradient(
         lambda v: _losses(p, zero, zero, mask, v, old, returns, **config)[1], values
     )
+
+
+def running_moments(scores):
+    """On one process."""
+    found = Moments(SimpleNamespace(use_distributed=False)), [], []
+    for batch in scores:
+        found[0].update(tensors(batch))
+        found[1].append(found[0].mean)
+        found[2].append(found[0].std)
+    return {"mean": found[1], "std": found[2]}
 
 
 def aggregate(losses, mask, microbatch, mode, max_length):

@@ -2,6 +2,8 @@
 
 ``_compute_loss`` runs as it is, with log-probabilities in place of a model; the advantages stand in
 the middle of ``_generate_and_score_completions`` and those lines are run.
+
+A dropped response has the score NaN there, as a reward function that returns None.
 """
 
 from __future__ import annotations

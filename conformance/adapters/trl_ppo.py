@@ -1,6 +1,9 @@
 """TRL 0.12 to 1.12, trl.experimental.ppo; CONFORMANCE_TRL_PPO may name the folder that holds it.
 
 Most formulas stand in the middle of ``PPOTrainer.train``: those lines are run as they are.
+
+It knows the index of the last token alone, so the adapter refuses holes; log-probabilities of
+padding are 1 (INVALID_LOGPROB) where the trainer sets them before.
 """
 
 from __future__ import annotations
@@ -25,6 +28,11 @@ LIBRARY = "TRL PPO"
 VERSION = installed_version("trl", os.environ.get("CONFORMANCE_TRL_PPO"))
 DOCUMENTED = {
     "token_rewards/*": "a comment of train (padding_mask_p1), after arXiv:2403.17031's code",
+}
+NOTES = {
+    "entropy": "a logged statistic; nothing trains on it",
+    "token_rewards": "the slot after the last token takes part in GAE, too",
+    "gae": "called with the mask shifted by that slot, so that the formula itself is compared",
 }
 NOT_CALLABLE = {
     "full_kl": "no such option",

@@ -1,4 +1,8 @@
-"""verl: verl/trainer/ppo/core_algos.py and its helpers; CONFORMANCE_VERL may name its folder."""
+"""verl: verl/trainer/ppo/core_algos.py and its helpers; CONFORMANCE_VERL may name its folder.
+
+Reward managers place the score, so the adapter does, by the attention mask; all else is handed over
+as it is.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,11 @@ VERSION = installed_version("verl", os.environ.get("CONFORMANCE_VERL"))
 DOCUMENTED = {
     "kl/k3-*": "a comment of kl_penalty_forward: for numerical stability",
 }
+NOTES = {
+    "token_rewards": "its own tool agent stops before tool output would end a response; a user's "
+    "agent loop may end with it",
+    "overlong": "hardly reachable: only if max_resp_len is below data.max_response_length",
+}
 NOT_CALLABLE = {
     "full_kl": 'kl_penalty="full" raises NotImplementedError',
     "decoupled_gae": "one lambda",
@@ -56,9 +65,9 @@ def kl(logp, ref, mask, estimator):
     return core_algos.kl_penalty(*tensors(logp, ref), estimator)
 
 
-def token_rewards(scores, logp, ref, mask, kl_coef):
-    """Reward managers put the score on the last valid token, then the trainer calls this."""
-    s, p, q, m = tensors(scores, logp, ref, mask)
+def token_rewards(scores, logp, ref, mask, kl_coef, attention_mask):
+    """Reward managers index the last token of the attention mask; the trainer calls the rest."""
+    s, p, q, m = tensors(scores, logp, ref, attention_mask)
     if not m.any(1).all():
         raise NotOffered("reward managers index the last valid token: no empty responses")
     placed = torch.zeros_like(p)

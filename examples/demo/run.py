@@ -37,6 +37,7 @@ from kedge.cli.main import run_command
 from kedge.records.errors import ConfigError, install_command
 from kedge.reporting.log import read_objects
 
+BEGIN = time.perf_counter()
 GOLD = f"{Path(__file__).with_name('task.py')}:gold"
 
 
@@ -223,8 +224,10 @@ def is_missing(result: Path) -> bool:
     """Whether a stage has to run; its folder is there afterwards."""
     missing, name = not result.exists(), result.parent.name
     text, seconds = STAGES[name]
-    state = f"about {seconds} s" if missing else "done before"
-    print(f"\n[{[*STAGES].index(name) + 1}/{len(STAGES)}] {name}: {text} ({state})", flush=True)
+    state = f"about {seconds} s; {time.perf_counter() - BEGIN:.0f} s so far"
+    state = state if missing else "done before"
+    number = f"{[*STAGES].index(name) + 1}/{len(STAGES)}"
+    print(f"\n[{number}] {name} ({state})\n{text}", flush=True)
     result.parent.mkdir(parents=True, exist_ok=True)
     return missing
 

@@ -19,11 +19,11 @@ _stop: ContextVar[threading.Event | None] = ContextVar("stop", default=None)
 
 
 class Stopped(BaseException):
-    """Nobody waits for what this thread does; no failure, so ``except Exception`` lets it pass."""
+    """The result of this thread is no longer needed; not a failure, so not an ``Exception``."""
 
 
 def check_stop() -> None:
-    """Raise ``Stopped`` once the work of this thread is to stop.
+    """Raise ``Stopped`` if this thread should stop.
 
     Called between tokens, turns and requests, wherever a rollout engine may be busy for long.
     """

@@ -1,7 +1,7 @@
 """The public layer between a trainer and the internals; what it exports is stable.
 
-A program built from the parts of a trainer (``examples/minimal_ppo.py``) and an algorithm in a file
-of its own (``docs/own-algorithm.md``) import from here and from ``kedge`` alone.
+Programs built from the parts of a trainer (``examples/minimal_ppo.py``) and custom algorithms
+(``docs/own-algorithm.md``) only need to import from here and from ``kedge``.
 """
 
 from kedge.algorithms import AdvantageInputs, Algorithm

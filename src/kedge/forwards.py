@@ -1,4 +1,4 @@
-"""Import paths that users know, of modules that stand elsewhere."""
+"""Public import paths of modules that are defined elsewhere."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def remember(value: object, name: str | None = None) -> None:
 def redact(value: Any, blank: Callable[[Any], str] = lambda _: BLANK, *, free: bool = False) -> Any:
     """Blank secrets in plain data: values of secret fields, in URLs, issued and remembered ones.
 
-    ``blank`` writes what stands in place of the value of a secret field.
+    ``blank`` returns the replacement for the value of a secret field.
     """
     if isinstance(value, str):
         text = _ISSUED.sub(BLANK, _LOGIN.sub(rf"\1{BLANK}@", value))
@@ -95,7 +95,7 @@ def _parsed(item: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """What stands for a secret where two runs are compared; of a digest, itself."""
+    """A hash that replaces a secret when two runs are compared; a digest is returned as it is."""
     if isinstance(value, str) and value.startswith("sha256:"):
         return value
     text = json.dumps(value, sort_keys=True, default=str)

@@ -16,7 +16,7 @@ TRAINER_ARGUMENTS = {
     *("model", "ref_model", "value_model", "reward_model", "processing_class", "peft_config"),
     *("reward_funcs", "reward_processing_class", "reward_processing_classes", "optimizers"),
     *("train_dataset", "eval_dataset", "data_collator", "callbacks", "quantization_config"),
-    *("algorithm", "rollout_func", "tools", "environment_factory"),
+    *("algorithm", "rollout_func", "tools", "environment_factory", "compute_metrics"),
 }
 
 Class = TypeVar("Class", bound=type)

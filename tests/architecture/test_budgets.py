@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Raw lines, docstrings included: the core, what attaches to it, tests, benchmarks.
-TOTALS = {"core": 32_700, "ext": 17_000, "tests": 44_000, "benchmarks": 4_000}
+TOTALS = {"core": 33_250, "ext": 17_000, "tests": 44_500, "benchmarks": 4_700}
 
 
 @pytest.mark.parametrize("name", TOTALS)

@@ -9,10 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from kedge.ext.vllm.server import LostServerError
+from kedge.ext.vllm.policy_template import PolicyTemplate
+from kedge.ext.vllm.server import LostServerError, Server
+from kedge.ext.vllm.weights import WeightFiles
 from kedge.records.errors import RolloutError
 from kedge.testing import tiny_policy
 from tests.contract.stand_in import StandIn
@@ -129,3 +133,46 @@ def test_folders_of_a_killed_run_are_deleted_by_the_next(tmp_path):
         process.send_signal(signal.SIGKILL)
     WeightFolder(str(tmp_path)).delete()
     assert os.listdir(tmp_path) == []
+
+
+class Weighed(StandIn):
+    """Knows vLLM's routes of adapters, and weighs the files of every sync."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.syncs, self.names = [], []
+
+    def post(self, path, body):
+        folder = body.get("lora_path") or body.get("kwargs", {}).get("weights_path")
+        if folder is not None:
+            files = Path(folder).glob("*.safetensors")
+            self.syncs.append((path, sum(file.stat().st_size for file in files)))
+        if "lora_name" in body:
+            self.names.append((path.split("/")[-1], body["lora_name"]))
+            return 200, {}
+        return super().post(path, body)
+
+
+def test_an_adapter_travels_alone(tmp_path):
+    """Bytes of a sync over HTTP, of the whole policy and of a LoRA of rank 4 on it."""
+    model = tiny_policy("llama", hidden_size=128)
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_modules="all-linear"))
+    stand_in = Weighed(copy.deepcopy(model))
+    for policy_model, versions in ((model, [1]), (adapted, [2, 3])):
+        spec = PolicyTemplate.of(policy_model)
+        trains = {n: p.detach() for n, p in policy_model.named_parameters() if p.requires_grad}
+        server = Server(stand_in.url, files=WeightFiles(parent=str(tmp_path)))
+        for version in versions:
+            server.load(spec.payload(trains), version)
+        assert server.version() == versions[-1]
+        server.close()
+    stand_in.close()
+    (whole, big), *adapters = stand_in.syncs
+    assert whole == "/collective_rpc"
+    assert {path for path, _ in adapters} == {"/v1/load_lora_adapter"}
+    assert [size / big for _, size in adapters] == [pytest.approx(0.053, abs=1e-3)] * 2
+    assert stand_in.names == [
+        ("load_lora_adapter", "kedge-1"),
+        ("load_lora_adapter", "kedge-2"),
+        ("unload_lora_adapter", "kedge-1"),
+    ]

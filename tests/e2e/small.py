@@ -23,7 +23,7 @@ TRAINER = {
     *("processing_class", "model", "ref_model", "reward_model", "train_dataset", "value_model"),
     *("data_collator", "eval_dataset", "optimizers", "callbacks", "peft_config", "reward_funcs"),
     *("reward_weights", "reward_processing_class", "rollout_engine", "algorithm", "args"),
-    *("environment", "tools", "environment_factory", "rollout_func"),
+    *("environment", "tools", "environment_factory", "rollout_func", "compute_metrics"),
 }
 
 

@@ -59,7 +59,7 @@ def test_quick_demo(tmp_path: Path) -> None:
     seen = json.loads((tmp_path / "exchanges" / "exchanges.json").read_text())
     assert f"misses {sum(s <= 0.5 for s in seen.values())} of 60 wrong values" in done.stdout
     again = processes.run(*words)
-    assert "stage ppo is done" in again.stdout
+    assert "ppo (done before)" in again.stdout
     assert "kedge ppo" not in again.stdout
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     other = processes.run(*words, "--seeds", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kedge.records.errors import CheckpointError
+from kedge.records.errors import CheckpointError, ConfigError
 from kedge.rollout.embedded.engine import EmbeddedEngine
 from kedge.testing import tiny_policy
 from tests.e2e.small import PROMPTS, VOCAB, small
@@ -119,6 +120,65 @@ def test_tables_have_a_column_for_every_source(tmp_path: Path) -> None:
         assert row["score"] == row["short"] + (row["none"] or 0.0)
 
 
+# -- the user's own metrics ------------------------------------------------------------------------
+
+
+def count(prompts: list[str], completions: list[str], scores: list[Any], at: list[int]) -> Any:
+    """Numbers that show which rows came, in which order and how often it was called."""
+    count.calls = getattr(count, "calls", 0) + 1  # type: ignore[attr-defined]
+    return {
+        "rows": len(prompts),
+        "ordered": at == [i for i in range(len(EVAL)) for _ in range(len(at) // len(EVAL))],
+        "solved": sum(scores) / len(scores),
+        "words": sum(len(c.split()) for c in completions),
+        "falling": -count.calls,  # type: ignore[attr-defined]
+    }
+
+
+COUNTED = [{**row, "at": i} for i, row in enumerate(EVAL)]
+
+
+def test_the_users_metrics_choose_the_best_model(tmp_path: Path) -> None:
+    """They see every row once, in order; the best model is the first by one that falls."""
+    count.calls = 0  # type: ignore[attr-defined]
+    made = trainer(
+        tmp_path,
+        compute_metrics=count,
+        **{"eval_dataset": COUNTED, "num_generations_eval": 2, "eval_success_score": 1.0},
+        **{"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1},
+        **{"load_best_model_at_end": True, "metric_for_best_model": "falling"},
+    )
+    made.train()
+    found = evaluations(made)
+    assert [row["eval_falling"] for row in found] == [-1, -2]
+    for row in found:
+        said = [r["model response"].split() for r in tables(tmp_path)[row["step"]]]
+        words = sum(word.startswith("w") for response in said for word in response)
+        assert (row["eval_rows"], row["eval_ordered"], row["eval_words"]) == (10, 1, words)
+        assert row["eval_solved"] == row["eval_accuracy"] == row["eval_objective/scores"]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert made.evaluate(COUNTED[:3])["eval_rows"] == 6
+
+
+def test_metrics_that_fail_lose_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kedge"), "propagate", True)
+
+    def broken(scores: list[float | None], **_: Any) -> Any:
+        return scores if made.state.global_step == 2 else {"mine": 1 / len(scores[10:])}
+
+    made = trainer(tmp_path, compute_metrics=broken, metric_for_best_model="mine")
+    made.train()
+    assert [row["step"] for row in evaluations(made)] == [2, 4]
+    assert "compute_metrics function broken failed" in caplog.text
+    assert "'list' object has no attribute 'items'" in caplog.text
+    assert "division by zero" in caplog.text
+    needs = lambda prompts, difficulty: {}  # noqa: E731
+    with pytest.raises(ConfigError, match="compute_metrics function lambda needs difficulty, and"):
+        trainer(tmp_path, compute_metrics=needs)
+
+
 # -- while the sampler works ahead ---------------------------------------------------------------
 
 
@@ -172,9 +232,21 @@ def work(folder: str, out: str) -> None:
         **{"adam_epsilon": 1e-3, "save_strategy": "steps", "save_steps": 2},
         **{"load_best_model_at_end": True, "metric_for_best_model": "eval_win_rate"},
         greater_is_better=True,
+        **{"compute_metrics": count, "eval_dataset": COUNTED},
     )
     made.train()
-    names = ("step", "eval_accuracy", "eval_pass@2", "eval_pass@4", "eval_win_rate")
+    assert getattr(count, "calls", 0) == (3 if made.is_world_process_zero() else 0)
+    names = (
+        "step",
+        "eval_rows",
+        "eval_ordered",
+        "eval_falling",
+        "eval_words",
+        "eval_accuracy",
+        "eval_pass@2",
+        "eval_pass@4",
+        "eval_win_rate",
+    )
     rows = [{name: row[name] for name in names} for row in evaluations(made)]
     rows.append({"best": made.state.best_global_step})
     Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(rows))
@@ -186,6 +258,8 @@ def test_ranks_agree_with_one_another_and_with_one(tmp_path: Path) -> None:
     one = launch(tmp_path / "one", 1, file=__file__)
     two = launch(tmp_path / "two", 2, file=__file__)
     assert len(one) == 4
+    assert [row["eval_rows"] for row in one[:3]] == [20, 20, 20]
+    assert all(row["eval_ordered"] for row in one[:3])
     assert two == [pytest.approx(row) for row in one]
     ranks = [(tmp_path / "two" / f"rows.json.{rank}").read_text() for rank in range(2)]
     assert ranks[0] == ranks[1]

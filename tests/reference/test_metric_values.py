@@ -37,6 +37,12 @@ def mean(parts: list[Tensor]) -> float:
     return torch.cat([x.detach().flatten() for x in parts]).mean().item()
 
 
+def order_statistics(x: Tensor, name: str) -> dict[str, float]:
+    inorder, last = x.detach().flatten().sort().values, x.numel() - 1
+    places = {"min": 0, "p01": int(0.01 * last), "p99": int(0.99 * last), "max": last}
+    return {f"{name}_{part}": float(inorder[place]) for part, place in places.items()}
+
+
 def of_batch(b: Batch) -> dict[str, float]:
     """What is known before the first optimizer step."""
     scores = torch.tensor([b.score(row) for row in b.rows]).double()
@@ -124,6 +130,7 @@ def of_tokens(b: Batch, models: list[tuple[Any, Any]]) -> dict[str, float]:
             "policy/clipfrac_avg": float(blocked.double().mean()),
             "policy/entropy_avg": mean(entropies),
             "val/ratio": ratio.mean().item(),
+            **order_statistics(ratio, "policy/ratio"),
             "val/clipfrac_avg": (squares[1] > squares[0]).double().mean().item(),
             "grad_norm": math.sqrt(sum(sizes)),
             "grad_norm/policy": math.sqrt(sizes[0]),
@@ -131,6 +138,8 @@ def of_tokens(b: Batch, models: list[tuple[Any, Any]]) -> dict[str, float]:
         })  # fmt: skip
     means = {name: sum(s[name] for s in steps) / len(steps) for name in steps[0]}
     ratios = torch.tensor([s["val/ratio"] for s in steps]).double()
+    for name, end in (("policy/ratio_min", min), ("policy/ratio_max", max)):
+        means[name] = end(s[name] for s in steps)
     return gone | means | {"val/ratio_var": float(ratios.var())}
 
 
@@ -164,5 +173,7 @@ def test_every_metric_is_what_its_line_in_the_table_says(monkeypatch: pytest.Mon
     assert 0 < want["completions/truncated_ratio"] < 1
     assert set(row) - TIMED == set(want)
     assert {*OF_ALL_ALGORITHMS, *OF_ALGORITHM["ppo"]} - set(want) == set()
+    for name in ("policy/ratio_p01", "policy/ratio_p99"):  # from a histogram
+        assert math.log(row[name]) == pytest.approx(math.log(want.pop(name)), rel=6e-3)
     for name, value in want.items():
         assert row[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name

@@ -391,7 +391,12 @@ def test_evaluation_prompts_from_another_file(tmp_path, rows, capsys):
     flags = [*MODEL, "--dataset_name", str(rows), "--eval_dataset_name", f"{tmp_path}/held.jsonl"]
     train, test = load_prompts(options(*flags, "--eval_strategy", "steps", "--eval_steps", "5"))
     assert (len(train), list(test["prompt"])) == (30, ["Night 1"])
-    assert "has only the split" not in capsys.readouterr().err
+    assert "no split" not in capsys.readouterr().err  # a file has none
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "held.jsonl").rename(tmp_path / "saved" / "train.jsonl")
+    assert len(Splits(f"{tmp_path}/saved").load("test")) == 1
+    assert "saved has no split 'test'; all of its rows are read" in capsys.readouterr().err
+    (tmp_path / "saved" / "train.jsonl").rename(tmp_path / "held.jsonl")
     with pytest.raises(DataError, match=r"held.jsonl needs an evaluation: add --eval_strategy"):
         load_prompts(options(*flags))
 
@@ -423,7 +428,7 @@ def test_a_single_split_stands_for_any(rows, capsys):
     made = options(*MODEL, "--dataset_name", str(rows), "--dataset_train_split", "descriptiveness")
     train, _ = load_prompts(made)
     assert len(train) == 30
-    assert "using it as 'descriptiveness'" in capsys.readouterr().err
+    assert "has no split 'descriptiveness'; all of its rows are read" in capsys.readouterr().err
 
 
 def test_evaluation_prompts_are_a_split_or_held_out(tmp_path, rows, capsys):

@@ -16,6 +16,7 @@ from kedge.ext.trl import options as options_of_trl
 from kedge.loop.corrections import build_correction
 from kedge.math.ratios import Correction
 from kedge.records.errors import ConfigError, RolloutError
+from kedge.records.histogram import ratio_range
 from kedge.records.types import RewardOutput, Rollout, Sampling
 from kedge.testing import tiny_policy
 from kedge.trainers.options import correction_options
@@ -245,7 +246,27 @@ def test_what_an_engine_of_ones_own_records_is_checked_and_not_believed(tmp_path
 
     row = first_row()
     assert row["rollout/logprob_gap"] > 0.05
+    assert row["rollout/ratio_max"] == pytest.approx(math.exp(0.1), rel=1e-3)
     assert row["val/ratio"] == pytest.approx(1.0, abs=1e-4)  # anchored at the learner
     Wrong.gap, Wrong.wrong = 3.0, 2  # weights of e^3 and more
     rejected = first_row(sampler_correction="mask", sampler_correction_level="sequence")
+    assert rejected["rollout/ratio_max"] == pytest.approx(math.exp(3.0), rel=1e-3)  # raw
     assert rejected["rollout/untrained_rows"] == 2  # and leave the denominator of the loss
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.1, 5.0])
+def test_the_range_of_raw_ratios(scale: float) -> None:
+    """Of 20,000 log ratios in float64, on one rank and on two of unequal size."""
+    exact = scale * torch.randn(20_000, dtype=torch.float64, generator=torch.manual_seed(1))
+    exact[:300] = 0.0
+    padded = torch.cat([exact, torch.full((50,), math.nan)]).float()
+    sent: list[torch.Tensor] = []
+    ratio_range(padded[:700], lambda x: sent.append(x) or x, rank=0, world_size=2)
+    two = ratio_range(padded[700:], lambda x: x + sent[0], rank=1, world_size=2)
+    assert two == ratio_range(padded, lambda x: x, rank=0, world_size=1)
+    inorder, last = exact.sort().values.tolist(), len(exact) - 1
+    places = {"min": 0, "p01": int(0.01 * last), "p99": int(0.99 * last), "max": last}
+    for name, place in places.items():
+        error = 6e-3 if name.startswith("p") else 1e-6
+        assert math.log(two[name]) == pytest.approx(inorder[place], rel=error)
+    assert ratio_range(padded[-50:], lambda x: x, rank=0, world_size=1) == {}

@@ -91,7 +91,8 @@ class ToyLearner:
             out = loss(self._respond(mb.rows.ids), mb)
             (out.parts["value"] if only_value else out.total).backward()
             for name, x in out.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + float(x.detach())
+                if not x.dim():  # the others are log ratios of tokens
+                    metrics[name] = metrics.get(name, 0.0) + float(x.detach())
         grad = self.logits.grad
         norm = 0.0 if grad is None else float(grad.norm())
         if should_apply(metrics):

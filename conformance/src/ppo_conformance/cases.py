@@ -34,7 +34,7 @@ class Case:
     name: str
     about: str
     inputs: dict[str, Any]
-    expected: dict[str, Any]
+    expected: dict[str, Any] = field(default_factory=dict)
     conventions: dict[str, dict[str, Any]] = field(default_factory=dict)
     tells_apart: list[str] = field(default_factory=list)
     tolerance: dict[str, float] = field(default_factory=dict)

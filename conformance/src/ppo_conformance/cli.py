@@ -89,12 +89,12 @@ def _print_family(title: str, found: dict[str, dict[str, Any]], every: bool) -> 
     offered = sum(counts.values())
     if not offered:
         reasons = sorted({x["message"] for x in found.values() if "message" in x})
-        print(f"  -  {title}: not offered" + (f" ({'; '.join(reasons)})" if reasons else ""))
+        print(f" -       {title}: not offered" + (f" ({'; '.join(reasons)})" if reasons else ""))
         return
     conventions = sorted({x["convention"] for x in found.values() if "convention" in x})
     by = f", by another convention: {', '.join(conventions)}" if conventions else ""
     good = counts["agrees"] == offered
-    print(f" {'ok' if good else 'NO'}  {title}: {counts['agrees']} of {offered}{by}")
+    print(f" {'ok     ' if good else 'differs'} {title}: {counts['agrees']} of {offered}{by}")
     for name, x in found.items():
         if x["status"] in {"differs", "fails"} or (every and x["status"] == "agrees"):
             print(f"       {name}: {x['status']}  {x.get('message', '')}")
@@ -122,7 +122,8 @@ def _explain(args: argparse.Namespace) -> int:
     print(f"\n{family.signature}\n  {family.formula}\n  source: {family.source}")
     print(f"  tolerance: {case.rtol:g} of the number + {case.atol:g}\n\ninputs")
     for name, value in case.inputs.items():
-        print(f"  {name}  {family.inputs[name]}\n{_show(value)}")
+        about = family.inputs.get(name) or f"(if asked for) {family.optional[name]}"
+        print(f"  {name}  {about}\n{_show(value)}")
     print("\nexpected")
     for name, value in case.expected.items():
         where = f"where {family.outputs[name]}" if family.outputs[name] else "everywhere"
@@ -179,9 +180,5 @@ def _test_reward(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([f.as_json() for f in findings], indent=1))
     else:
-        print("\n".join(str(f) for f in findings) or "no finding")
+        print(findings)
     return bool(findings)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,6 +26,7 @@ class Family:
         conventions: other answers that are right, by name; keywords of the references.
         rtol: relative to the expected number; ``atol`` absolute.  Adapters compute in float32.
         atol: absolute tolerance.
+        optional: inputs that only a function with a parameter of that name gets.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Family:
     conventions: dict[str, dict[str, Any]] = field(default_factory=dict)
     rtol: float = 3e-5
     atol: float = 3e-6
+    optional: dict[str, str] = field(default_factory=dict)
 
     @property
     def signature(self) -> str:

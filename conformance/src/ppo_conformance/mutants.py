@@ -147,6 +147,11 @@ def _(**i):
     return {"kl": np.abs(ref.kl(**i)["kl"])}
 
 
+@_error("kl", "abs keeps its sign")
+def _(**i):
+    return ref.kl(**{**i, "estimator": {"abs": "k1"}.get(i["estimator"], i["estimator"])})
+
+
 @_error("kl", "bounded to -10 .. 10")
 def _(**i):
     return {"kl": np.clip(ref.kl(**i)["kl"], -10, 10)}
@@ -201,6 +206,11 @@ def _(**i):
 @_error("token_rewards", "the score stands in the last column", "TRL #1893: reward on a pad slot")
 def _(**i):
     return _place(i, np.full(len(i["mask"]), i["mask"].shape[1] - 1))
+
+
+@_error("token_rewards", "the score stands on the last token of the row, tool output included")
+def _(**i):
+    return _place(i, ref._last(i["attention_mask"]))
 
 
 @_error("token_rewards", "the score stands on the token before the last")
@@ -353,7 +363,7 @@ _inputs(
     "gae",
     "steps over observation tokens: gamma and lambda decay through them, with V = 0",
     "verl #2337, miles #1827: GAE stepped over observation tokens",
-    mask=_up_to_last,
+    mask=lambda i: i["attention_mask"],
     rewards=lambda i: i["rewards"] * i["mask"],
     values=lambda i: i["values"] * i["mask"],
 )
@@ -361,7 +371,7 @@ _inputs(
     "gae",
     "values of observation tokens are used",
     "miles #1827",
-    mask=_up_to_last,
+    mask=lambda i: i["attention_mask"],
     rewards=lambda i: i["rewards"] * i["mask"],
 )
 _inputs(
@@ -533,7 +543,7 @@ _inputs(
     "discounted_returns",
     "gamma decays through observation tokens",
     "miles #1827",
-    mask=_up_to_last,
+    mask=lambda i: i["attention_mask"],
     rewards=lambda i: i["rewards"] * i["mask"],
 )
 
@@ -543,7 +553,7 @@ _inputs(
     "the sum starts anew at an observation: later rewards do not reach earlier turns",
     "verl #7278: REINFORCE++ until August 2026",
 )
-def _(rewards, mask, gamma):
+def _(rewards, mask, gamma, attention_mask):
     out, total = np.zeros(mask.shape), np.zeros(len(mask))
     for t in reversed(range(mask.shape[1])):
         total = np.where(mask[:, t], rewards[:, t] + gamma * total, 0.0)
@@ -566,15 +576,6 @@ _inputs(
     "masks of GAE and whitening",
     mask=_everywhere,
 )
-
-
-@_error("whiten", "every rank by itself", "TRL 0.11 to 1.12, open-instruct: depends on the GPUs")
-def _(x, mask, rank, center):
-    out = np.zeros(x.shape)
-    for r in np.unique(rank):
-        rows = rank == r
-        out[rows] = ref.whiten(x[rows], mask[rows], rank[rows], center, ddof=1)["whitened"]
-    return {"whitened": out}
 
 
 @_error("whiten", "every row by itself", "OpenRLHF #1250: masked_normalize over the wrong axis")
@@ -671,21 +672,27 @@ def _(scores, group, valid, scale):
     return ref.group_normalize(np.where(valid, scores, 0), group, np.ones_like(valid), scale)
 
 
-def _rounding(scores, group, valid, scale, eps):
-    out = np.zeros(len(scores))
-    x = np.asarray(scores, np.float32).astype(float)
+def _rounding(scores, group, valid, scale, eps, flat=False):
+    """In float32 the mean of equal scores is a rounding error away from them."""
+    out = ref.group_normalize(scores, group, valid, scale)["advantages"]
+    x = np.asarray(scores, np.float32)
     for rows in ref._groups(group, valid):
-        std = x[rows].std(ddof=1) if len(rows) > 1 and scale == "group" else 1.0
-        out[rows] = (x[rows] - x[rows].mean()) / (std + eps)
+        if scale == "group" and len(rows) > 1:
+            centered = x[rows] - np.add.accumulate(x[rows])[-1] / np.float32(len(rows))
+            squares = (centered.astype(float) ** 2).sum()
+            std = np.sqrt(squares / (len(rows) - 1)) if not flat or np.ptp(x[rows]) else 0.0
+            out[rows] = centered / (std + eps)
     return {"advantages": out}
 
 
-for _eps in (1e-4, 1e-6, 1e-8):
-    _error(
-        "group_normalize",
-        f"rounding of equal scores is normalized, with epsilon {_eps:g}",
-        "scores equal on paper, one float32 unit apart",
-    )(functools.partial(_rounding, eps=_eps))
+for _eps, _flat in (
+    *((1e-4, False), (1e-6, False), (1e-8, False)),
+    *((1e-6, True), (1e-8, True), (1e-9, True)),
+):
+    _std = "0" if _flat else "of rounding"
+    _error("group_normalize", f"equal scores: a rounded mean, a std {_std}, epsilon {_eps:g}")(
+        functools.partial(_rounding, eps=_eps, flat=_flat)
+    )
 
 
 @_error("group_normalize", "divided by the variance")

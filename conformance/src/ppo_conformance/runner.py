@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,8 +26,9 @@ class Adapter:
     """The functions of a library, by family.
 
     An adapter's file has a function per family that it offers, or ``adapter = {family: function}``;
-    and, as it likes, LIBRARY, VERSION (a text or a function), NOT_CALLABLE {family: why} and
-    DOCUMENTED {pattern of case names: where the library says so}.
+    and, as it likes, LIBRARY, VERSION (a text or a function), NOT_CALLABLE {family: why},
+    DOCUMENTED {pattern of case names: where the library says so} and NOTES {family: how to read the
+    result}.
     """
 
     library: str
@@ -34,6 +36,7 @@ class Adapter:
     functions: dict[str, Callable[..., Any]]
     not_callable: dict[str, str] = field(default_factory=dict)
     documented: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: str) -> Adapter:
@@ -52,6 +55,7 @@ class Adapter:
             offered,
             getattr(module, "NOT_CALLABLE", {}),
             getattr(module, "DOCUMENTED", {}),
+            getattr(module, "NOTES", {}),
         )
 
 
@@ -63,17 +67,22 @@ def _import(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    # Adapters are called like the libraries that they import: their folder must not hide these.
+    # Adapters are called like the libraries that they import, so their folder must not hide these;
+    # what stands in the current folder can be imported, after all else.
     here = path.parent.resolve()
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here]
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != here] + [str(Path.cwd())]
     spec.loader.exec_module(module)
     return module
 
 
-def inputs_as(case: Case, dtype: str) -> dict[str, Any]:
-    """Fresh copies of a case's inputs, floats as ``dtype``."""
-    out = {}
+def inputs_for(function: Callable[..., Any], case: Case, dtype: str) -> dict[str, Any]:
+    """Fresh copies of the inputs that a function takes, floats as ``dtype``."""
+    out: dict[str, Any] = {}
+    taken = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for name, value in case.inputs.items():
+        if name in case.family.optional and name not in taken and not takes_all:
+            continue
         if isinstance(value, np.ndarray):
             out[name] = value.astype(dtype) if value.dtype.kind == "f" else value.copy()
         else:
@@ -89,7 +98,7 @@ def check(adapter: Adapter, case: Case, dtype: str = "float32") -> Verdict:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            answer = function(**inputs_as(case, dtype))
+            answer = function(**inputs_for(function, case, dtype))
         found = verdict(case, answer)
     except NotOffered as reason:
         return Verdict("not offered", str(reason))
@@ -107,6 +116,7 @@ def run(adapter: Adapter, pattern: str = "", dtype: str = "float32") -> dict[str
         "library": adapter.library,
         "version": adapter.version,
         "not_callable": adapter.not_callable,
+        "notes": adapter.notes,
         "cases": {name: _record(adapter, name, v) for name, v in found.items()},
     }
 

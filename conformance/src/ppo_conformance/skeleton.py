@@ -27,6 +27,9 @@ def skeleton() -> str:
     parts = [_HEAD]
     for f in FAMILIES.values():
         shapes = "\n".join(f"    {name}: {text}" for name, text in f.inputs.items())
+        shapes += "".join(
+            f"\n    {name}: {text}; add it if you need it" for name, text in f.optional.items()
+        )
         outputs = ", ".join(f.outputs)
         parts.append(
             f'\ndef {f.signature}:\n    """{f.title}: {f.formula}\n\n{shapes}\n'

@@ -44,7 +44,7 @@ def conformance_table(records: list[Path]) -> str:
     lines += ["", _LEGEND, "", "## Where they differ", ""]
     for name, r in zip(names, runs, strict=True):
         lines += _differences(name, r)
-    lines += ["## Other conventions", ""]
+    lines += ["## Agreement by another convention", ""]
     lines += [line for n, r in zip(names, runs, strict=True) for line in _conventions(n, r)]
     lines += ["", "## What cannot be called, and why", ""]
     for name, r in zip(names, runs, strict=True):
@@ -74,8 +74,9 @@ def summary_table(records: list[Path]) -> str:
 
 
 _LEGEND = (
-    "Cases that agree, of those that the library offers; `-`: not offered, or not callable by "
-    "itself (below); `d`: all that differ are documented by the library."
+    "Cases that agree, of those that the library offers. `-`: not offered, not callable by itself "
+    "or not tested yet (the reason is below). `d`: all that differ are documented by the library. "
+    "A difference is not the same as a bug; the notes say what limits it."
 )
 
 
@@ -106,6 +107,8 @@ def _differences(name: str, record: dict[str, Any]) -> list[str]:
         }
         if found:
             lines.append(_difference(family.title, found))
+    notes = record.get("notes", {}).items()
+    lines += [f"- Note on {FAMILIES[family].title}: {text}" for family, text in notes]
     return [f"### {name}", "", *lines, ""] if lines else []
 
 

@@ -207,3 +207,58 @@ def verl_contains(data_source, solution_str, ground_truth, extra_info=None):
 def verl_counts(data_source, solution_str, ground_truth, extra_info=None):
     CALLS["n"] += 1
     return 1.0 if boxed(solution_str) == ground_truth else 0.0
+
+
+def number(text):
+    try:
+        return float(boxed(text))
+    except (TypeError, ValueError):
+        return None
+
+
+@hole("not a number")
+def nan_is_near_enough(completions, ground_truth, **_):
+    return each(
+        lambda c, t: (x := number(c)) is not None and not abs(x - float(t)) > 1e-6,
+        completions,
+        ground_truth,
+    )
+
+
+@hole("errors", "determinism", "order", "huge", "not a number")
+def returns_nan(completions, ground_truth, **_):
+    return [
+        float("nan") if boxed(c) == "nan" else float(boxed(c) == t)
+        for c, t in zip(completions, ground_truth, strict=True)
+    ]
+
+
+@hole("near")
+def five_percent(completions, ground_truth, **_):
+    return each(
+        lambda c, t: abs((number(c) or 0.0) - float(t)) <= 0.05 * float(t),
+        completions,
+        ground_truth,
+    )
+
+
+@hole("near")
+def lost_sign(completions, ground_truth, **_):
+    return each(lambda c, t: (boxed(c) or "").lstrip("-") == t, completions, ground_truth)
+
+
+@hole("code")
+def evaluates(completions, ground_truth, **_):
+    def value(text):
+        try:
+            return eval(boxed(text) or "None", {})
+        except Exception:
+            return None
+
+    return each(lambda c, t: value(c) == int(t), completions, ground_truth)
+
+
+@hole("repetition")
+def bonus_for_each_tag(completions, ground_truth, **_):
+    right = each(lambda c, t: boxed(c) == t, completions, ground_truth)
+    return [s + 0.1 * c.count("<think>") for s, c in zip(right, completions, strict=True)]

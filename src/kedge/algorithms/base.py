@@ -73,10 +73,10 @@ class AdvantageInputs:
 def uniform_rows(
     rollout: Rollout, reward_output: RewardOutput, *, credit: CreditLevel = "token"
 ) -> Tensor:
-    """Rows of groups without a difference in what advantages compare, the KL left out.  bool [B].
+    """Rows in groups whose members score the same, ignoring the KL.  bool [B].
 
     They compare scores, or with ``credit="turn"`` the sums of rewards from each turn on.  A valid
-    row that is alone in its group differs from none.
+    row that is alone in its group counts as uniform.
     """
     group, valid = rollout.prompts.group, reward_output.valid
     mask = rollout.loss_mask & valid[:, None]
@@ -272,7 +272,8 @@ def policy_metrics(
 ) -> dict[str, Tensor]:
     """Metrics of the loss ``policy``, with ``weight`` per token [b, R].
 
-    With ``sides``, also the shares of tokens clipped below and above.
+    With ``sides``, also the shares of tokens clipped below and above.  A metric of one dimension
+    holds log ratios, NaN where a token does not train: the learner logs their range.
     """
     metrics = {
         "loss/policy_avg": policy,
@@ -280,6 +281,7 @@ def policy_metrics(
         "policy/approxkl_avg": (weight * 0.5 * terms.log_ratio**2).sum(),
         "policy/entropy_avg": (mb.token_weight * new.entropy).sum(),
         "val/ratio": (weight * terms.ratio).sum(),
+        "policy/ratio": terms.log_ratio.masked_fill(mb.token_weight == 0, torch.nan).flatten(),
     }
     if sides is not None:
         low = (terms.ratio < 1 - sides.low) & (mb.rows.advantages < 0)

@@ -113,7 +113,7 @@ def without_reference(algorithm: Algorithm) -> Algorithm:
 
 
 def mask_truncated(algorithm: Algorithm) -> Algorithm:
-    """Responses truncated by a limit do not train, neither the policy nor the value model."""
+    """Exclude responses truncated by a limit from training policy and value model."""
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:
         output, kept = _leave_out(algorithm, e, kl_coef, ~e.rollout.terminated)
@@ -125,7 +125,7 @@ def mask_truncated(algorithm: Algorithm) -> Algorithm:
 
 
 def drop_uniform_groups(algorithm: Algorithm) -> Algorithm:
-    """Groups with nothing to compare, such as equal scores, do not train the policy.
+    """Exclude groups with nothing to compare, such as equal scores, from training the policy.
 
     They train the value model.  With one, a response that is alone in its group trains the policy,
     too: its advantage is no comparison with others.
@@ -143,7 +143,7 @@ def drop_uniform_groups(algorithm: Algorithm) -> Algorithm:
 
 
 def resample_uniform_groups(algorithm: Algorithm, *, rounds: int) -> Algorithm:
-    """Such groups are replaced by other prompts, in at most ``rounds`` rounds (DAPO)."""
+    """Replace groups with nothing to compare by other prompts, up to ``rounds`` times (DAPO)."""
     return replace(algorithm, resample=rounds, min_group=max(2, algorithm.min_group))
 
 

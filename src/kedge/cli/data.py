@@ -32,7 +32,7 @@ def load_prompts(options: Options) -> tuple[Any, Any]:
                 f"--eval_dataset_name {script.eval_dataset_name} needs an evaluation: add"
                 " --eval_strategy steps, --eval_on_start or --do_eval"
             )
-        held_out = Splits(script.eval_dataset_name, script.dataset_config, quiet=True)
+        held_out = Splits(script.eval_dataset_name, script.dataset_config)
         test, evaluates = held_out.load(script.dataset_test_split), False
     if script.dataset_mixer_list:
         if script.dataset_name is not None:
@@ -80,8 +80,8 @@ def load_mixture(mixer: Sequence[str], splits: Sequence[str], options: Options) 
 class Splits:
     """The splits of a dataset: a file, a folder (of files or ``save_to_disk``), or a hub name."""
 
-    def __init__(self, name: str, config: str | None = None, *, quiet: bool = False) -> None:
-        self.name, self.config, self.quiet = name, config, quiet
+    def __init__(self, name: str, config: str | None = None) -> None:
+        self.name, self.config = name, config
         path = Path(name).expanduser()
         self._saved: Any = None
         self._files: dict[str, list[str]] = {}
@@ -152,8 +152,9 @@ class Splits:
                     f"dataset_name={self.name!r} has no split {split!r}; its splits: "
                     f"{', '.join(self.names)}"
                 )
-            if not self.quiet:
-                note(f"{self.name} has only the split {self.names[0]!r}; using it as {split!r}")
+            one_file = Path(self.name).expanduser().is_file()
+            if not one_file or split not in ("train", "test"):  # files have no splits by default
+                note(f"{self.name} has no split {split!r}; all of its rows are read")
             split = self.names[0]
         if self._saved is not None:
             return self._saved[split]

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("prompts", nargs="?", help="dataset with a column prompt")
     flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
     flags.add_argument("--prompt_column", help="column of the prompts, if it is not called prompt")
-    flags.add_argument("--split", default="test", help="split of the dataset")
+    flags.add_argument("--split", default="test", help="which split of a dataset that has several")
     flags.add_argument("--limit", type=int, help="use only the first N prompts")
     flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
     flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.prompts is not None:
         from kedge.cli.data import Splits, name_columns
 
-        rows = Splits(flags.prompts, quiet=True).load(flags.split)
+        rows = Splits(flags.prompts).load(flags.split)
         rows = name_columns(rows, {"prompt": flags.prompt_column})
         if flags.limit is not None:
             rows = rows.select(range(min(flags.limit, len(rows))))

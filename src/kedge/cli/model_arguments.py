@@ -24,31 +24,31 @@ class ModelConfig:
         ConfigError: both 8 and 4 bits are requested, or two data types.
     """
 
-    model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
-    model_revision: str = option("main", "Branch, tag or commit of a hub model.")
+    model_name_or_path: str | None = option(None, "The folder or hub name of the model.")
+    model_revision: str = option("main", "Which branch, tag or commit of the hub is loaded.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
-        "float32", "Data type of the weights."
+        "float32", "The data type of the weights."
     )
     attn_implementation: str | None = option(
-        None, "Attention implementation: sdpa, eager, flash_attention_2, ..."
+        None, "How attention is computed: sdpa, eager, flash_attention_2, ..."
     )
-    use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
-    lora_r: Count = option(16, "Rank of the adapter.")
-    lora_alpha: Count = option(32, "LoRA alpha: scale of the adapter.")
-    lora_dropout: float = option(0.05, "Dropout of the adapter; Kedge's trainers disable dropout.")
-    lora_target_modules: list[str] | None = option(None, "Layers that get an adapter.")
-    lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Layers trained and saved in full.")
-    lora_task_type: str = option("CAUSAL_LM", "Task type of the adapter.")
-    use_rslora: bool = option(False, "Rank-stabilized LoRA.")
-    use_dora: bool = option(False, "Weight-decomposed LoRA.")
-    load_in_8bit: bool = option(False, "Base weights in 8 bits; needs bitsandbytes.")
-    load_in_4bit: bool = option(False, "Base weights in 4 bits; needs bitsandbytes.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "4-bit number format.")
-    use_bnb_nested_quant: bool = option(False, "Also quantize the constants of 4-bit weights.")
-    bnb_4bit_quant_storage: str | None = option(None, "Storage type of 4-bit weights.")
+    use_peft: bool = option(False, "Train a LoRA adapter instead of the model's own weights.")
+    lora_r: Count = option(16, "The rank of the LoRA adapter: the higher, the more weights train.")
+    lora_alpha: Count = option(32, "The adapter's output counts lora_alpha / lora_r times.")
+    lora_dropout: float = option(0.05, "The adapter's dropout; Kedge's trainers turn it off.")
+    lora_target_modules: list[str] | None = option(None, "Which layers get an adapter, by name.")
+    lora_target_parameters: list[str] | None = option(None, "Which parameters get an adapter.")
+    lora_modules_to_save: list[str] | None = option(None, "Which layers train in full as well.")
+    lora_task_type: str = option("CAUSAL_LM", "The task that PEFT records in the adapter.")
+    use_rslora: bool = option(False, "Scale the adapter by lora_alpha / sqrt(lora_r).")
+    use_dora: bool = option(False, "Train the size and the direction of weights (DoRA).")
+    load_in_8bit: bool = option(False, "Hold frozen weights in 8 bits, with bitsandbytes.")
+    load_in_4bit: bool = option(False, "Hold frozen weights in 4 bits, with bitsandbytes.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "How 4 bits encode a number.")
+    use_bnb_nested_quant: bool = option(False, "Quantize the scales of 4-bit weights, too.")
+    bnb_4bit_quant_storage: str | None = option(None, "The type that stores 4-bit weights.")
     torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
-        None, "Older name of dtype."
+        None, "The older name of dtype."
     )
     trust_remote_code: bool = field(default=False, init=False)
 

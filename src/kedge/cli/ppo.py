@@ -30,10 +30,7 @@ def parser(command: str = "ppo") -> Any:
 
 
 def main(argv: Sequence[str], *, command: str = "ppo") -> int:
-    """Train with the given flags; ``command`` is a name in ``kedge.trainers.TRAINERS``.
-
-    Returns the exit code: 1 if ``stop_on_finding`` ended the run.
-    """
+    """Train with the flags of a command; returns 1 if ``stop_on_finding`` ended the run."""
     if parser(command).show_help(argv):
         return 0
     config = load_trainer(command).SPEC.config

@@ -54,10 +54,8 @@ def check_options(file: str, options: Collection[str], known: Collection[str]) -
     unknown = [str(key) for key in options if key not in known]
     if not unknown:
         return
-    found = json.loads(FILE.read_text(encoding="utf-8"))
-    every = {name: {spec["dest"] for _, spec in flags} for name, flags in found["flags"].items()}
-    every |= {name: {*names} for name, names in found["options"].items()}
-    commands = [f"kedge {name}" for name, names in every.items() if {*options} <= names]
+    every = json.loads(FILE.read_text(encoding="utf-8"))["options"]
+    commands = [f"kedge {name}" for name, names in every.items() if {*options} <= {*names}]
     alias = hint(unknown[0], known)
     if not commands:
         raise ConfigError(f"{file}: unknown option {unknown[0]}{alias}")

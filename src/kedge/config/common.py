@@ -231,7 +231,7 @@ class EstimatorArguments:
 
 @dataclass
 class EnvironmentArguments:
-    """They act if the policy plays in an environment."""
+    """Options that apply if the policy plays in an environment."""
 
     SECTION: ClassVar[str] = "environments"
 
@@ -282,7 +282,7 @@ class EnvironmentArguments:
 
 @dataclass
 class EngineArguments:
-    """The loop: how far sampling runs ahead, and what corrects for it."""
+    """The loop: how far sampling runs ahead, and corrections for stale samples."""
 
     SECTION: ClassVar[str] = "engine"
 

@@ -6,12 +6,20 @@ import copy
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kedge.data.encode import CHUNK, EncodedPrompts, PromptReport, encode_prompts, read_table
+from kedge.data.encode import (
+    CHUNK,
+    EncodedPrompts,
+    PromptReport,
+    Table,
+    encode_prompts,
+    read_table,
+)
 from kedge.records.errors import ConfigError, DataError
 from kedge.records.types import PromptBatch
 
@@ -81,16 +89,15 @@ class DatasetPrompts:
                 f" do: {max(down, world_size)}, {down + world_size}"
             )
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's tokenizer
-        self._table = read_table(dataset)
-        self._prompts: EncodedPrompts = encode_prompts(
-            self._table,
-            self._tokenizer,
+        self._encode = partial(
+            encode_prompts,
+            tokenizer=self._tokenizer,
             max_length=max_prompt_length,
             overlong=overlong,
             chat_template_kwargs=chat_template_kwargs or {},
             num_proc=dataset_num_proc,
         )
-        self.keep(columns)
+        self._drop_above = max_prompt_length if overlong == "drop" else None
         self._collate = data_collator
         self._per_step, self._repeat = prompts_per_step, num_generations
         self._rank, self._world_size = rank, world_size
@@ -103,6 +110,12 @@ class DatasetPrompts:
                 self._pad,
             )
         self._orders: dict[int, Tensor] = {}
+        self._table, self._prompts = self._read(dataset)
+        self.keep(columns)
+
+    def _read(self, dataset: Any) -> tuple[Table, EncodedPrompts]:
+        table = read_table(dataset)
+        return table, self._encode(table)
 
     def keep(self, columns: Collection[str] | None) -> None:
         """Pass along only these dataset columns and the prompt; None: all."""
@@ -168,7 +181,12 @@ class DatasetPrompts:
         """This rank's rows of training step ``step`` (0 is the first)."""
         first = step * self._per_step
         places = [divmod(first + slot, len(self._prompts)) for slot in range(self._per_step)]
-        chosen = torch.tensor([int(self._order(turn)[offset]) for turn, offset in places])
+        return self._batch_of(
+            torch.tensor([int(self._order(turn)[offset]) for turn, offset in places])
+        )
+
+    def _batch_of(self, chosen: Tensor) -> PromptBatch:
+        """This rank's rows of a batch of these prompts, int64 [prompts of all ranks]."""
         ids, mask = self._pad_prompts(chosen)
         local = self._per_step * self._repeat // self._world_size
         row = torch.arange(self._rank * local, (self._rank + 1) * local)

@@ -1,4 +1,4 @@
-"""Tasks of many turns: environments, and the rollout engine that plays them."""
+"""Multi-turn tasks: environments, and the rollout engine that plays them."""
 
 from kedge.environments.episode import EpisodeLimits, EpisodeReward
 from kedge.environments.rollout import EnvironmentRollouts, FunctionRollouts

@@ -115,7 +115,7 @@ class RunningCalls:
     def wait(self, seconds: float) -> dict[int, Any]:
         """Results and exceptions by key; waits until there is one, at most ``seconds``.
 
-        Raises RolloutError if calls that hang use all the room.
+        Raises RolloutError if hung calls occupy all places.
         """
         calls = self._calls
         if self._waiting:  # a call of another pool may end

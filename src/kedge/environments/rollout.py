@@ -1,4 +1,4 @@
-"""Rollout engines of many turns: environments, each at its own pace, and the user's function."""
+"""Multi-turn rollout engines: environments, each at its own pace, and the user's function."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def measure_success(
     """Success, score, turns, truncated and failed episodes, and means of the metrics.
 
     An episode is a success if its metric ``success`` is positive, or, where no episode has such a
-    metric, if its score is at least ``success_score``.  Episodes whose environment failed count as
-    failed and nowhere else.
+    metric, if its score is at least ``success_score``.  Episodes whose environment failed only
+    count as failed.
 
     Args:
         episodes: rows of ``kedge generate --environment``, at least one.

@@ -144,8 +144,9 @@ class TurnTokens:
         """Token ids of the prompt with the first observation.
 
         A text observation is appended to the last user message or the text of the prompt, after
-        ``separator``; messages follow the prompt, and replace an empty one.  The template shows
-        ``tools`` (JSON schemas); if the environment ``reads_calls``, it must render them readably.
+        ``separator``; messages come after the prompt, or replace it if it is empty.  The template
+        shows ``tools`` (JSON schemas); if the environment ``reads_calls``, it must render them
+        readably.
         """
         if not _is_chat(prompt):
             if tools:

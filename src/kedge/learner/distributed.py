@@ -277,7 +277,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 class GatheredEngine:
-    """A rollout engine that samples from the sharded policy itself, which it unshards meanwhile."""
+    """A rollout engine that samples from the sharded policy itself, unsharded in the meantime."""
 
     def __init__(self, engine: RolloutEngine, policy: nn.Module) -> None:
         self.engine, self.policy = engine, policy
@@ -291,7 +291,7 @@ class GatheredEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """That ranks sample together."""
+        """Says that the ranks sample together."""
         return EngineInfo(wait_for_other_ranks=self.wait_for_other_ranks)
 
     def wait_for_other_ranks(self) -> None:

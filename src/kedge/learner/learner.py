@@ -66,6 +66,7 @@ from kedge.ops.attention import use_own_attention
 from kedge.ops.kernels import Kernels
 from kedge.ops.products import backend
 from kedge.records.errors import ConfigError, KedgeError
+from kedge.records.histogram import ratio_range
 from kedge.records.protocols import LossFn, RolloutEngine, ShouldApply, always
 from kedge.records.types import Experience, MicroBatch, ModelOutputs, PolicyOutput, Rollout
 
@@ -288,6 +289,7 @@ class HFLearner:
     ) -> dict[str, float]:
         """One optimizer step; returns the loss's metrics summed over micro-batches and ranks.
 
+        Of metrics with one log ratio per token, the range of the ratios (``ratio_range``).
         With ``only_value`` the policy gets no gradient.  ``skip_policy`` takes its old
         log-probabilities instead of a forward pass, so that only metrics of the value model
         are meaningful.  If ``should_apply`` rejects these metrics, the gradient is dropped.
@@ -298,6 +300,7 @@ class HFLearner:
         set_training(self.module, self.settings.gradient_checkpointing)
         self.optimizer.zero_grad(set_to_none=True)
         sums: dict[str, Tensor] = {}
+        per_token: dict[str, list[Tensor]] = {}
         max_padding = _NO_LIMIT if self.sharded else self._max_padding
         with self._passes():  # micro-batches are split if lengths differ much
             for micro_batch in split_by_length(step, max_padding=max_padding):
@@ -305,9 +308,16 @@ class HFLearner:
                 losses = loss(output, to_device(micro_batch, self.device))
                 self.scaler.scale(losses.total).backward()
                 for name, x in {"loss": losses.total, **losses.metrics}.items():
-                    sums[name] = sums.get(name, 0.0) + x.detach().float()
+                    if x.dim():
+                        per_token.setdefault(name, []).append(x.detach())
+                    else:
+                        sums[name] = sums.get(name, 0.0) + x.detach().float()
         reduced = self.all_reduce(torch.stack(list(sums.values()))) if sums else torch.zeros(0)
         metrics = dict(zip(sums, reduced.tolist(), strict=True))
+        ranks = {"rank": self.rank, "world_size": self.world_size}
+        for name, parts in per_token.items():
+            found = ratio_range(torch.cat(parts), self.all_reduce, **ranks)
+            metrics |= {f"{name}_{part}": x for part, x in found.items()}
         if not should_apply(metrics):
             return metrics | self._step_metrics()
         return metrics | self._take_step()

@@ -111,7 +111,7 @@ class Models:
 
     @property
     def context(self) -> int | None:
-        """Most tokens that all of them can read; None: no limit."""
+        """Longest context that all models support, in tokens; None: no limit."""
         return min(filter(None, map(positions, self.named.values())), default=None)
 
     def to_send(self, given: str | nn.Module | None, accelerator: Accelerator) -> str | nn.Module:
@@ -194,7 +194,7 @@ def load_models(options: ModelOptions) -> Models:
 
 
 def value_start(source: ValueSource, *, plays: bool, rewarded: bool, frozen: bool) -> ValueSource:
-    """What the value model starts from: ``source``, where auto is decided.
+    """What the value model starts from: ``source``, with auto resolved.
 
     With auto that is the reward model of a ``rewarded`` run; else the policy is copied if it
     ``plays`` in environments, unless an adapter or ``train_layers`` keeps weights ``frozen``.

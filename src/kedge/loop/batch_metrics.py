@@ -13,6 +13,7 @@ from kedge.loop.stages import Terms
 from kedge.math.advantage import group_count
 from kedge.math.kl import k2, k3
 from kedge.math.ratios import Correction, importance_weights
+from kedge.records.histogram import ratio_range
 from kedge.records.protocols import AllReduce, Learner
 from kedge.records.types import Experience, Rollout
 
@@ -25,6 +26,13 @@ def batch_metrics(experience: Experience, terms: Terms, learner: Learner) -> dic
     _add_rewards(means, inputs, terms.uniform)
     _add_training_data(means, terms)
     metrics = means.read(all_reduce) | _lengths(rollout, inputs.reward_output.valid, all_reduce)
+    behavior = rollout.behavior_logprobs
+    if behavior is not None and terms.logprobs is not behavior:
+        mask = rollout.loss_mask if terms.too_old is None else rollout.loss_mask & ~terms.too_old
+        raw = (terms.logprobs - behavior).masked_fill(~mask, torch.nan).flatten()
+        ranks = {"rank": learner.rank, "world_size": learner.world_size}
+        found = ratio_range(raw, all_reduce, **ranks)
+        metrics |= {f"rollout/ratio_{name}": x for name, x in found.items()}
     penalty = metrics.get("objective/non_score_reward", 0.0)
     metrics["objective/rlhf_reward"] = metrics["objective/scores"] + penalty
     residual, spread = metrics.pop("_residual", 0.0), metrics.pop("_return_std", 0.0)

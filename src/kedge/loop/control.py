@@ -74,7 +74,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepControl:
-    """What acts around every optimizer step."""
+    """The limits and hooks that apply to every optimizer step."""
 
     limits: StepLimits = field(default_factory=StepLimits)
     entropy_coef: float = 0.0  # weight of the mean entropy per token, which the loss subtracts

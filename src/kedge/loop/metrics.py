@@ -38,8 +38,8 @@ NAMES: dict[str, str] = {
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
     "objective/uniform_groups": "share of grouped responses whose group has equal scores",
-    "policy/approxkl_avg": "nats per token; 0.5 (log ratio)^2 against the denominator of the "
-    "ratio: the behavior policy, with sampler_correction the policy before the iteration; "
+    "policy/approxkl_avg": "nats per token; mean of 0.5 (log ratio)^2 relative to the policy that "
+    "sampled the tokens, or with sampler_correction to the policy before the iteration; "
     "per response if the ratio is clipped per response (RLOO)",
     "policy/policykl_avg": "nats per token; mean of old minus new log-probability: the k1 "
     "estimate of the KL to the same policy as in policy/approxkl_avg",
@@ -57,6 +57,11 @@ NAMES: dict[str, str] = {
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
     "tokens (RLOO: responses) and optimizer steps",
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
+    "policy/ratio_min": "smallest probability ratio of a trained token to the same policy, before "
+    "any clip, over tokens and optimizer steps",
+    "policy/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%), mean over steps",
+    "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
+    "policy/ratio_max": "the largest of these ratios, over tokens and optimizer steps",
     "val/num_eos_tokens": "terminated responses (ended by themselves) in the batch, over all ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), values before training",
     "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
@@ -83,6 +88,11 @@ NAMES: dict[str, str] = {
     "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
+    "rollout/ratio_min": "smallest raw importance ratio (learner / rollout engine) of a trained "
+    "token before it is truncated or masked; where the engine recorded log-probabilities",
+    "rollout/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%)",
+    "rollout/ratio_p99": "99% quantile of these ratios",
+    "rollout/ratio_max": "the largest of these ratios",
     "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner| for "
     "tokens of the newest policy version; not logged if all are older",
     "rollout/sync_gap": "nats per token; the same on the fixed tokens that verify a weight sync "
@@ -146,7 +156,7 @@ PREFIXES: dict[str, str] = {
     "deviation over them",
     "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "
     "k responses (arXiv:2107.03374)",
-    "eval_": "the same metric on the evaluation prompts",
+    "eval_": "the same metric on the evaluation prompts, or what compute_metrics returned",
     "environment/": "numbers that environments report: under info['metrics'], summed over an "
     "episode, or in info, the last of an episode; mean over episodes",
     "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",

@@ -96,7 +96,7 @@ class _Exit:
 def exit_on_signals() -> Iterator[None]:
     """Within this context SIGTERM and SIGHUP raise SystemExit, as Ctrl-C raises KeyboardInterrupt.
 
-    Otherwise they end Python at once, and servers, temporary folders and shared memory stay.
+    Otherwise they end Python at once and leave servers, folders and shared memory behind.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -315,7 +315,7 @@ def optimize(
     plan: EpochPlan,
     control: StepControl | None = None,
 ) -> dict[str, float]:
-    """Train on the experience as planned; means of the metrics over optimizer steps.
+    """Train on the experience as planned; returns metrics averaged over optimizer steps.
 
     Mini-batches are drawn from the rows of all ranks, so they do not depend on the world size;
     each rank processes an equal share of every mini-batch.
@@ -396,7 +396,10 @@ _OF_TOKENS = ("val/ratio", "policy/entropy_avg", "policy/approxkl_avg", "policy/
 def _mean_over_steps(history: list[dict[str, float]]) -> dict[str, float]:
     """Means over the optimizer steps of an iteration."""
     names = {name: None for step in history for name in step}
-    metrics = {name: fmean(h[name] for h in history if name in h) for name in names}
+    kinds = {"_min": min, "_max": max}  # by the last four letters
+    metrics = {
+        name: kinds.get(name[-4:], fmean)([h[name] for h in history if name in h]) for name in names
+    }
     if ratios := [h["val/ratio"] for h in history if "val/ratio" in h]:
         metrics["val/ratio_var"] = variance(ratios) if len(ratios) > 1 else 0.0
     return metrics

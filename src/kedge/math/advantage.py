@@ -105,8 +105,8 @@ def group_mean(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 def group_std(scores: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Unbiased standard deviation over the valid rows of each row's group; 0 for fewer than two.
 
-    It is also 0 where the scores differ in their last two bits alone: sums of rewards that are
-    equal on paper do, and a division would make advantages of rounding errors.
+    It is also 0 if the scores only differ in their last two bits: sums of rewards that should be
+    equal may do so, and dividing would turn rounding errors into advantages.
 
     Args, Returns: as for ``group_mean``.
     """

@@ -38,7 +38,7 @@ def find_final_norms(backbone: nn.Module, layers: str) -> tuple[str, ...]:
 
 
 def train_top_layers(backbone: nn.Module, count: int, *, what: str) -> None:
-    """Freeze a backbone but for its last ``count`` layers and the norm after them.
+    """Freeze a backbone except for its last ``count`` layers and the norm after them.
 
     An output layer outside of the backbone trains as before, unless it is tied to the embedding.
     """

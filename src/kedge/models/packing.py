@@ -185,7 +185,7 @@ def scatter(flat: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
 def by_length(lengths: Sequence[int], *, tokens: int, max_padding: int) -> list[list[int]]:
     """Group rows of similar length, so that padding each group wastes little; longest first.
 
-    A group has at most ``tokens``, padded (a longer row forms its own), and ``max_padding`` of
+    A group has at most ``tokens`` with padding (a longer row forms its own), and ``max_padding`` of
     padding: about the cost of one more forward pass.
     """
     groups: list[list[int]] = []

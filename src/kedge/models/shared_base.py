@@ -141,7 +141,7 @@ def value_adapter(policy: Any, source: str | None = None) -> AdapterValue:
 def copy_adapter(policy: Any) -> str | None:
     """Add a frozen copy of the policy's active adapter; returns its name.
 
-    None, and no copy, for an adapter that PEFT cannot put next to another one: not LoRA, or LoRA
+    None, without a copy, if PEFT cannot put another adapter next to this one: not LoRA, or LoRA
     that changes more of the base than its layers.
     """
     source = policy.active_adapter

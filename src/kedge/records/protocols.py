@@ -1,8 +1,8 @@
 """Interfaces between the loop and its components, implemented structurally.
 
-What an engine, a reward source or an environment can do beyond its protocol it declares in an
-attribute ``info``: an `EngineInfo`, a `RewardInfo` or an `EnvironmentInfo`.  One without ``info``
-has the defaults of that record.
+An engine, reward source or environment that can do more than its protocol requires declares that
+in an attribute ``info``: an `EngineInfo`, a `RewardInfo` or an `EnvironmentInfo`.  Without
+``info``, the defaults of that record apply.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def read_info(x: object, kind: type[T]) -> T:
-    """What ``x`` declares in ``info``; the defaults of the record ``kind`` if it has none."""
+    """The ``info`` of ``x``; without one, the defaults of the record ``kind``."""
     info = getattr(x, "info", None)
     if callable(info):
         raise ConfigError(
@@ -78,7 +78,7 @@ def read_info(x: object, kind: type[T]) -> T:
 
 
 def check_declared(x: object, kind: type, *names: str) -> None:
-    """Refuse what would be ignored: attributes of these names mean nothing outside of ``info``."""
+    """Reject attributes that would be ignored because they belong into ``info``."""
     undeclared = [name for name in names if hasattr(x, name)]
     if undeclared and not isinstance(getattr(x, "info", None), kind):
         name, own = undeclared[0], getattr(x, "__name__", type(x).__name__)
@@ -93,11 +93,11 @@ class Closable(Protocol):
     """An engine, environment or reward source that holds something to release."""
 
     def close(self) -> Any:
-        """Release it; may be async in environments."""
+        """Release resources; may be async in environments."""
 
 
 class Ranks(Protocol):
-    """Training processes of which rank 0 works for all; every rank makes the same calls."""
+    """Training processes for which rank 0 does shared work; every rank makes the same calls."""
 
     rank: int
     size: int
@@ -139,12 +139,12 @@ class EngineInfo:
 class RolloutEngine(Protocol):
     """Samples responses.
 
-    One that can do more declares it as ``info``, an `EngineInfo`, which is read before each run.
+    An engine with more abilities declares them in ``info``, an `EngineInfo`, read before each run.
     """
 
     @property
     def shares_weights(self) -> bool:
-        """True if it samples from the learner's modules, so that no weights are copied."""
+        """True if the engine samples from the learner's own modules: no weights are copied."""
 
     @property
     def logprob_kind(self) -> Literal["sampled", "raw", "none"]:
@@ -160,8 +160,8 @@ class RolloutEngine(Protocol):
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Receipt | None:
         """Sample with these weights from now on.  ``weights`` is empty if ``shares_weights``.
 
-        Returns the version and the fingerprint of the weights that it has now; None only if it
-        shares weights or records no log-probabilities (scripted responses).
+        Returns the version and fingerprint of the weights that the engine now has.  None is only
+        allowed if it shares weights or records no log-probabilities (scripted responses).
         """
 
 
@@ -174,7 +174,7 @@ class ContinuousEngine(RolloutEngine, Protocol):
 
     @property
     def unfinished(self) -> int:
-        """Number of its responses that are not complete; not 0 until all groups are returned."""
+        """Number of incomplete responses; above 0 until all groups are returned."""
 
     def submit(self, prompts: PromptBatch, *, sampling: Sampling, seed: int) -> None:
         """Add rows: whole groups, whose ids differ from those in the engine."""
@@ -190,8 +190,8 @@ class ContinuousEngine(RolloutEngine, Protocol):
 class NewContext:
     """An observation that replaces the conversation, for instance by a summary of it.
 
-    From now on the policy reads ``messages`` alone, with the tools of the environment.  The episode
-    stays one: later rewards count for earlier turns as well.
+    From now on the policy only reads ``messages``, with the tools of the environment.  It remains
+    one episode: later rewards count for earlier turns as well.
     """
 
     messages: Any  # chat messages, text or token ids, as in other observations
@@ -206,7 +206,7 @@ Step = tuple[Observation, float, bool, bool, Info]  # reward, terminated, trunca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentInfo:
-    """What an environment tells of itself; read after each of its calls."""
+    """Properties of an environment, read after each of its calls."""
 
     # JSON schemas that the chat template shows to the policy; none: the row's column ``tools``
     tools: Sequence[Mapping[str, Any]] = ()
@@ -219,9 +219,9 @@ class EnvironmentInfo:
 
 
 class Environment(Protocol):
-    """A task of many turns, by the convention of Gymnasium; methods may be async.
+    """A multi-turn task with Gymnasium's conventions; methods may be async.
 
-    One that shows tools or grades cut-off episodes declares it as ``info``, an `EnvironmentInfo`.
+    ``info`` is an `EnvironmentInfo` if it has tools or grades cut-off episodes.
     """
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset | Awaitable[Reset]:
@@ -253,7 +253,7 @@ PendingReward = Callable[[], tuple[RewardOutput, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardInfo:
-    """What a reward source tells of itself."""
+    """Properties of a reward source."""
 
     name: str = ""  # of its scores in metrics and tables; "": that of its class
     columns: frozenset[str] | None = None  # dataset columns that it reads; None: perhaps all
@@ -343,7 +343,7 @@ class KLController(Stateful, Protocol):
 
 
 class Hook:
-    """What happens beside training.  Each method does nothing: inherit, and override some.
+    """Called at fixed points of training.  All methods do nothing: inherit, and override some.
 
     The loop calls every hook in order, on every rank.
     """
@@ -373,7 +373,7 @@ class Hook:
         """
 
     def on_failure(self, step: int, error: Exception) -> None:
-        """``error`` ends the run on all ranks; its state is that after ``step`` iterations."""
+        """``error`` ends the run on all ranks; the state is that after ``step`` iterations."""
 
 
 class Tracker(Protocol):

@@ -135,7 +135,7 @@ class Episodes(Record):
 
     @property
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """The metrics of all rows: (sum, count)."""
+        """The metrics over all rows, as (sum, count)."""
         return add_totals(self.columns.get("totals", ()))
 
 
@@ -293,7 +293,8 @@ class Loss:
     """Loss as weighted sums, so that micro-batches and ranks simply add up."""
 
     parts: Mapping[str, Tensor]  # scalars; their sum is minimized
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # scalars
+    # scalars; or [n], log ratios of tokens, NaN where one does not train: their range is logged
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total(self) -> Tensor:
@@ -319,7 +320,7 @@ class Metrics:
     def means(self) -> dict[str, float]:
         """``name -> sum / count``, without names whose count is 0.
 
-        The count ``PER_EPISODE`` stands for that of "environment/turns".
+        A count of ``PER_EPISODE`` means the count of "environment/turns".
         """
         episodes = self.totals.get("environment/turns", (0.0, 0.0))[1]
         counted = ((n, x, episodes if c == PER_EPISODE else c) for n, (x, c) in self.totals.items())
@@ -349,7 +350,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A sharded tensor of a checkpoint that is not read yet.
+    """A sharded tensor of a checkpoint that has not been read yet.
 
     ``read`` fills tensors of the same shape, sharded or not; each rank reads only its part.
     Collective: every rank reads the same tensors in one call.

@@ -133,7 +133,8 @@ class RewardFunction:
     def begin(self, rollout: Rollout) -> PendingReward:
         """Start an asynchronous function; a synchronous one runs when the result is asked for."""
         texts, log = self._texts.of(rollout), RewardLog()
-        kwargs = self._signature.arguments(texts, log, self._state())
+        fixed = dict(zip(FIXED, (self._state(), log.metric, log.extra), strict=True))
+        kwargs = self._signature.arguments(texts, fixed)
         started = _await(self._function(**kwargs)) if is_async(self._function) else None
         return lambda: self._finish(texts, kwargs, log, started)
 
@@ -343,11 +344,18 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class Signature:
-    """The keyword arguments that a function accepts."""
+    """The keyword arguments that a function accepts, of which ``fixed`` are no columns."""
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        fixed: Collection[str] = FIXED,
+        kind: str = "reward function",
+    ) -> None:
         parameters = inspect.signature(function).parameters.values()
-        self._name = name
+        self._name, self._given = f"{kind} {name}", [*PER_ROW, *fixed]
         self._all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._named = {p.name for p in named}
@@ -356,28 +364,29 @@ class Signature:
     @property
     def columns(self) -> frozenset[str] | None:
         """Dataset columns that the function may read; None: any."""
-        return None if self._all else frozenset(self._named - {*PER_ROW, *FIXED})
+        return None if self._all else frozenset(self._named - {*self._given})
 
     def check(self, columns: Collection[str]) -> None:
         """Reject a dataset that lacks a column the function requires."""
-        missing = sorted(self._required - {*PER_ROW, *FIXED} - ({*columns} - {"prompt"}))
+        missing = sorted(self._required - {*self._given} - ({*columns} - {"prompt"}))
         if not missing:
             return
         plural = f"{missing[0]}s"
         fix = f"add a dataset column {missing[0]!r}, or give the argument a default"
         fix = f"use {plural}, a list, instead" if plural in PER_ROW else fix
         raise ConfigError(
-            f"reward function {self._name} needs {', '.join(missing)}, and the dataset has no such"
+            f"{self._name} needs {', '.join(missing)}, and the dataset has no such"
             f" column (its columns: {', '.join(sorted(columns)) or 'none'}). In addition to"
-            f" columns, a function can take {', '.join([*PER_ROW, *FIXED])}; {fix}"
+            f" columns, a function can take {', '.join(self._given)}; {fix}"
         )
 
-    def arguments(self, texts: Texts, log: RewardLog, trainer_state: object) -> dict[str, Any]:
+    def arguments(self, texts: Texts, fixed: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of one call over all rows of a rollout."""
-        fixed = dict(zip(FIXED, (trainer_state, log.metric, log.extra), strict=True))
-        reserved = {"prompt", *PER_ROW, *FIXED}  # dataset columns cannot replace these arguments
+        reserved = {"prompt", *self._given}  # dataset columns cannot replace these arguments
         columns = texts.rollout.prompts.columns.items()
-        values = fixed | {name: list(column) for name, column in columns if name not in reserved}
+        values = {**fixed} | {
+            name: list(column) for name, column in columns if name not in reserved
+        }
         episodes = texts.rollout.episodes
         leases = [] if episodes is None else episodes.columns.get(LEASES, [])
         if leases and None not in leases:  # None: they are in another process
@@ -386,14 +395,14 @@ class Signature:
             if released and (self._all or "environments" in self._named):
                 row = row_name(texts.rollout, released[0], texts.prompts[released[0]])
                 raise RewardError(
-                    f"reward function {self._name} would read the environment of {row}, which was"
+                    f"{self._name} would read the environment of {row}, which was"
                     " released and may play another episode by now: sample the rollout again"
                 )
         offered = [*PER_ROW, *values]
         missing = self._required - set(offered)
         if missing:
             raise RewardError(
-                f"reward function {self._name} requires {', '.join(sorted(missing))}, which is"
+                f"{self._name} requires {', '.join(sorted(missing))}, which is"
                 " neither a dataset column nor one of Kedge's arguments; available:"
                 f" {', '.join(sorted(offered))}"
             )

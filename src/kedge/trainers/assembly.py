@@ -46,6 +46,7 @@ from kedge.rewards.build import as_list
 from kedge.rollout.scheduler.as_completed import check_algorithm
 from kedge.trainers import options
 from kedge.trainers.advice import SETTINGS, Settings, apply
+from kedge.trainers.eval_metrics import EvalMetrics
 from kedge.trainers.hf_callbacks import build_callbacks
 from kedge.trainers.launch import launch_context
 from kedge.trainers.prompts import build_eval_sets, build_prompts, check_prompts
@@ -118,6 +119,7 @@ def assemble(inputs: TrainerInputs) -> Run:
         models=models,
         replay=open_replay(args.replay_rollouts, sampling, sizes, rank=accelerator.process_index),
         plays=plays,
+        eval_metrics=inputs.compute_metrics and EvalMetrics(inputs.compute_metrics),
     )
     if environments is not None:
         check_environments(setup, environments)
@@ -153,6 +155,7 @@ def assemble(inputs: TrainerInputs) -> Run:
         check_prompts=None if environments is None else environments.check_columns,
         fresh_reference=loaded.fresh_reference,
         metric_names=spec.metric_names(args, loop),
+        eval_metrics=setup.eval_metrics,
     )
 
 
@@ -171,6 +174,7 @@ class Setup:
     models: ModelOptions
     replay: RolloutReplay | None  # recorded rollouts, which replace prompts, sampling and scoring
     plays: bool  # the policy plays in environments
+    eval_metrics: EvalMetrics | None  # of the user
 
     @property
     def args(self) -> OnPolicyConfig:
@@ -222,6 +226,9 @@ def check_rewards(setup: Setup) -> None:
         # Environments live in this process, reward workers do not.
         here = setup.plays and not args.ray_reward_workers
         columns = [*setup.prompts[0].columns, *(["environments"] if here else [])]
+        if setup.eval_metrics is not None:
+            for prompts in setup.prompts[1:]:
+                setup.eval_metrics.signature.check(prompts.columns)
     check_sources(
         [*as_list(inputs.reward_model), *as_list(args.reward_adapter)],
         inputs.reward_funcs,
@@ -296,9 +303,13 @@ def build_reward(
             trainer_state=trainer_state,
         )
     if args.remove_unused_columns and not read_info(setup.ready, EngineInfo).more_columns:
+        columns = read_info(source, RewardInfo).columns
+        if columns is not None and setup.eval_metrics is not None:
+            more = setup.eval_metrics.signature.columns
+            columns = None if more is None else columns | more
         for prompts in setup.prompts:
             if isinstance(prompts, DatasetPrompts):
-                prompts.keep(read_info(source, RewardInfo).columns)
+                prompts.keep(columns)
     return source
 
 

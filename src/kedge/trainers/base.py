@@ -109,7 +109,7 @@ R = TypeVar("R")
 
 
 def short_errors(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method: its RewardError shows the message and the user's frames only.
+    """Decorate a method so that a RewardError shows only its message and the user's frames.
 
     ``KEDGE_TRACEBACK=1`` shows every frame instead.
     """
@@ -179,8 +179,8 @@ class TrainerShell:
         """Train to the end; ``resume_from_checkpoint`` is True (newest checkpoint) or a folder.
 
         After a finished run it only warns; after an interrupted one it continues.  In the main
-        thread the first Ctrl-C or SIGTERM takes effect when the iteration is finished and saved, a
-        second one at once; signals that the program handles itself are left to it.
+        thread, the first Ctrl-C or SIGTERM takes effect once the iteration is finished and saved, a
+        second one at once.  Signals that the program handles itself are left alone.
 
         Raises:
             ConfigError: another run is writing to ``output_dir``.
@@ -218,7 +218,7 @@ class TrainerShell:
 
     @staticmethod
     def resume_hint(checkpoint: Path | None) -> str:
-        """How to resume a run that a signal stopped, in words; commands have their own.
+        """A sentence on how to resume a run that a signal stopped; commands print their own.
 
         ``checkpoint`` is None if none was saved.
         """
@@ -266,7 +266,8 @@ class TrainerShell:
     ) -> None:
         """Save policy and tokenizer, and the value model in a subfolder.
 
-        With ``args.push_to_hub``, or if one of the last four is given, ``push_to_hub`` follows.
+        Calls ``push_to_hub`` afterwards if ``args.push_to_hub`` is set or one of the last four
+        arguments is given.
 
         Args:
             output_dir: the folder; None: ``args.output_dir``, which is the folder to upload.
@@ -342,7 +343,7 @@ class TrainerShell:
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a row to ``state.log_history`` and send it to callbacks and trackers.
 
-        Every row of a run passes here, so that a subclass may override it.
+        Every row of a run goes through this method, so a subclass can override it.
 
         Args:
             logs: numbers by name.
@@ -375,7 +376,7 @@ class TrainerShell:
         return bool(self.accelerator.is_local_main_process)
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of trainable weights of the policy."""
+        """Number of trainable parameters of the policy."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def __getattr__(self, name: str) -> Any:

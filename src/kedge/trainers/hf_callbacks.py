@@ -121,13 +121,18 @@ class Callbacks:
         if self.state.is_world_process_zero:
             self.tracker.log(row, step=self.state.global_step)
 
-    def note_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether this evaluation is the best so far by ``metric_for_best_model``."""
+    def note_best(self, metrics: Mapping[str, float], *, incomplete: bool = False) -> bool:
+        """Whether this evaluation is the best so far by ``metric_for_best_model``.
+
+        It is not where it lacks the metric because it is ``incomplete``.
+        """
         name = self.args.metric_for_best_model
         if name is None:
             return False
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
+            if incomplete:
+                return False
             raise ConfigError(
                 f"metric_for_best_model={self.args.metric_for_best_model!r} must be a metric of "
                 f"the evaluation: {', '.join(sorted(metrics))}"

@@ -292,7 +292,7 @@ def episode_limits(args: EnvironmentArguments, *, context: int | None = None) ->
 
 
 def check_limits(args: EnvironmentArguments, *, plays: bool) -> None:
-    """Refuse limits of episodes where nothing plays."""
+    """Reject limits on episodes in a run without an environment."""
     for f in fields(EnvironmentArguments):
         if not plays and (value := getattr(args, f.name)) != f.default:
             raise ConfigError(

@@ -13,6 +13,7 @@ from torch import nn
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import vllm_limit
 from kedge.data import DatasetPrompts
+from kedge.data.stream import StreamPrompts, is_stream, read_stream
 from kedge.loop.batch_sizes import BatchSizes, compute_batch_sizes
 from kedge.models.compatibility import check_length, vocabulary
 from kedge.records.errors import ConfigError, DataError
@@ -46,8 +47,16 @@ def build_prompts(
     options = size_options(args) | {"world_size": world_size, "min_group": min_group}
     # Sizes that cannot work are refused before minutes of tokenization, which tells how many
     # prompts there are.
-    draft = compute_batch_sizes(**options | {"max_steps": 1})
-    prompts = DatasetPrompts(
+    # A stream tells none, so it needs another end than num_train_epochs.
+    stream = is_stream(dataset)
+    draft = compute_batch_sizes(**options | ({} if stream else {"max_steps": 1}))
+    if stream and (rounds := getattr(args, "dynamic_sampling", 0)):
+        raise ConfigError(
+            f"dynamic_sampling={rounds} takes other rows of the dataset by their number, and"
+            f" train_dataset is a {type(dataset).__name__} without any; set dynamic_sampling=0, or"
+            " pass a datasets.Dataset"
+        )
+    prompts = (StreamPrompts if stream else DatasetPrompts)(
         dataset,
         tokenizer,
         prompts_per_step=draft.prompts,
@@ -56,7 +65,7 @@ def build_prompts(
         data_collator=collator,
         **prompt_options(args, accelerator),
     )
-    return prompts, compute_batch_sizes(**options, dataset_rows=len(prompts))
+    return prompts, draft if stream else compute_batch_sizes(**options, dataset_rows=len(prompts))
 
 
 def build_eval_sets(
@@ -84,7 +93,7 @@ def build_eval_sets(
             shown = f"[{name!r}]" if name else ""
             raise DataError(f"eval_dataset{shown} is empty; pass at least one prompt")
         source = DatasetPrompts(
-            rows,
+            read_stream(rows) if is_stream(rows) else rows,
             tokenizer,
             prompts_per_step=per_batch,
             num_generations=completions,

@@ -81,7 +81,7 @@ class RLOOTrainer(TrainerShell):
     Arguments are keywords, with the names of TRL up to 0.21 or of TRL 0.22 and later.
 
     Args:
-        unnamed: positional arguments, which are refused.
+        unnamed: positional arguments, which are an error.
         arguments: see ``RLOOArguments``.
 
     Raises:
@@ -113,7 +113,7 @@ class RLOOTrainer(TrainerShell):
 
 
 def score_texts(reward: Any, tokenizer: Any) -> Any:
-    """Adapt a reward of TRL up to 0.21: a function of texts becomes one of token ids."""
+    """Adapt a reward function of TRL up to 0.21 from texts to token ids."""
     if not callable(reward) or isinstance(reward, nn.Module):
         return reward
 

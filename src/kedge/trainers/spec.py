@@ -21,6 +21,7 @@ from kedge.algorithms.transforms import (
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of, format_value, status
 from kedge.data.encode import read_table
+from kedge.data.stream import is_stream
 from kedge.loop.metrics import TRL_NAMES
 from kedge.records.errors import ConfigError
 from kedge.records.protocols import EngineInfo, RolloutEngine, check_declared
@@ -96,6 +97,8 @@ class SharedArguments(TypedDict, total=False):
     """Keyword arguments of every trainer.
 
     Args:
+        compute_metrics: ``f(prompts, completions, scores, **columns) -> dict`` of numbers, called
+            once for all responses of an evaluation; logged as ``eval_<name>``.
         reward_weights: weight of each source, models first; overrides the config's.
         rollout_engine: a rollout engine instead of the one that the config names.
         algorithm: a custom algorithm instead of the trainer's.
@@ -110,6 +113,7 @@ class SharedArguments(TypedDict, total=False):
             ``peft_config``.
     """
 
+    compute_metrics: Callable[..., Mapping[str, Any]] | None
     reward_weights: Sequence[float] | None
     rollout_engine: RolloutEngine | None
     algorithm: Algorithm | None
@@ -152,6 +156,7 @@ class TrainerInputs:
     callbacks: list[Any] | None = None
     peft_config: Any = None
     reward_funcs: Any = None
+    compute_metrics: Callable[..., Mapping[str, Any]] | None = None
     reward_weights: Sequence[float] | None = None
     reward_processing_classes: Any = None
     rollout_engine: RolloutEngine | None = None
@@ -234,7 +239,7 @@ def check_verifiers(inputs: TrainerInputs) -> None:
         for dataset in (inputs.train_dataset, inputs.eval_dataset):
             several = isinstance(dataset, Mapping) and verifier.column not in dataset
             for part in dataset.values() if several else [dataset]:
-                table = None if part is None else read_table(part)
+                table = None if part is None or is_stream(part) else read_table(part)
                 if table is not None and verifier.column in table.names:
                     rows = table.take(range(len(table)), [verifier.column])
                     verifier.check(rows[verifier.column])
@@ -252,6 +257,7 @@ _KINDS = {
         *("shares_weights", "logprob_kind", "generate", "load_weights"),
     ),
     "peft_config": ("a PEFT configuration, such as peft.LoraConfig(...)", "peft_type"),
+    "compute_metrics": ("a function that returns a dict of numbers", "__call__"),
     "data_collator": ("a function of a list of {'input_ids', 'attention_mask'}", "__call__"),
 }
 

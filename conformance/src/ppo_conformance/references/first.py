@@ -51,7 +51,7 @@ def _last(mask):
     return np.where(mask, slots, -1).max(1)
 
 
-def token_rewards(scores, logp, ref, mask, kl_coef):
+def token_rewards(scores, logp, ref, mask, kl_coef, attention_mask=None):
     here = np.arange(mask.shape[1])[None] == _last(mask)[:, None]
     penalty = np.where(mask, -kl_coef * (logp - ref), 0.0)
     return {"rewards": penalty + here * scores[:, None]}
@@ -90,7 +90,7 @@ def _gae_row(r, v, gamma, lam, after):
     return np.where(gap >= 0, (gamma * lam) ** np.maximum(gap, 0), 0.0) @ delta
 
 
-def gae(rewards, values, mask, gamma, lam, last_values):
+def gae(rewards, values, mask, gamma, lam, last_values, attention_mask=None):
     advantages, lam = np.zeros(mask.shape), np.broadcast_to(lam, len(mask))
     for b, m in enumerate(mask):
         if m.any():
@@ -123,7 +123,7 @@ def turn_gae(rewards, values, turns, mask, gamma, lam):
     return {"advantages": out}
 
 
-def discounted_returns(rewards, mask, gamma):
+def discounted_returns(rewards, mask, gamma, attention_mask=None):
     out = np.zeros(mask.shape)
     for b, m in enumerate(mask):
         steps = np.arange(m.sum())
@@ -132,11 +132,13 @@ def discounted_returns(rewards, mask, gamma):
     return {"returns": out}
 
 
-def whiten(x, mask, rank, center, *, ddof=1):
-    inside = x[mask]
-    std = inside.std(ddof=ddof)
-    out = (x - inside.mean()) / std
-    return {"whitened": out if center else out + inside.mean()}
+def whiten(x, mask, rank, center, *, ddof=1, by_rank=False):
+    out = np.zeros(x.shape)
+    for rows in [rank == r for r in np.unique(rank)] if by_rank else [slice(None)]:
+        inside = x[rows][mask[rows]]
+        scaled = (x[rows] - inside.mean()) / inside.std(ddof=ddof)
+        out[rows] = scaled if center else scaled + inside.mean()
+    return {"whitened": out}
 
 
 def _groups(group, valid):
@@ -158,22 +160,22 @@ def leave_one_out(scores, group, valid, *, alone="zero"):
 
 
 def group_normalize(scores, group, valid, scale, *, ddof=1, centered_std=False, alone="zero"):
+    scores = np.asarray(scores, float)  # in float32 the mean of equal scores may not be one of them
     centered, out = np.zeros(len(scores)), np.zeros(len(scores))
     for members in _groups(group, valid):
         single = len(members) == 1 and alone == "keep"
         centered[members] = scores[members] - (0 if single else scores[members].mean())
         out[members] = centered[members]
         if scale == "group" and len(members) > 1:
-            out[members] = _divide(centered[members], scores[members].std(ddof=ddof), scores)
+            out[members] = _divide(centered[members], scores[members].std(ddof=ddof))
     if scale == "batch":
         spread = centered if centered_std else scores
-        out = np.where(valid, _divide(centered, spread[valid].std(ddof=ddof), scores), 0.0)
+        out = np.where(valid, _divide(centered, spread[valid].std(ddof=ddof)), 0.0)
     return {"advantages": out}
 
 
-def _divide(centered, std, scores):
-    """0 where the scores differ by rounding alone."""
-    return centered / std if std > 1e-6 * max(1.0, np.abs(scores).max()) else 0 * centered
+def _divide(centered, std):
+    return centered / std if std > 0 else 0 * centered
 
 
 # -- losses: value, and gradient by logp (or by the values), written by hand ---------------------

@@ -75,7 +75,7 @@ def full_kl(logits, ref_logits, mask):
     return {"kl": _table(mask, one)}
 
 
-def token_rewards(scores, logp, ref, mask, kl_coef):
+def token_rewards(scores, logp, ref, mask, kl_coef, attention_mask=None):
     rewards = [[0.0] * len(row) for row in mask]
     for b, row in enumerate(mask):
         places = _places(row)
@@ -128,7 +128,7 @@ def _variance(x, ddof):  # by pairs: sum over i < j of (x_i - x_j)^2 / (n (n - d
     return sum(((a - b) ** 2 for a, b in combinations(x, 2)), F(0)) / (n * (n - ddof))
 
 
-def gae(rewards, values, mask, gamma, lam, last_values):
+def gae(rewards, values, mask, gamma, lam, last_values, attention_mask=None):
     advantages = [[F(0)] * len(row) for row in mask]
     returns = [[0.0] * len(row) for row in mask]
     g = F(float(gamma))
@@ -190,7 +190,7 @@ def turn_gae(rewards, values, turns, mask, gamma, lam):
     return {"advantages": out}
 
 
-def discounted_returns(rewards, mask, gamma):
+def discounted_returns(rewards, mask, gamma, attention_mask=None):
     out = [[0.0] * len(row) for row in mask]
     for b, row in enumerate(mask):
         total = F(0)
@@ -200,11 +200,11 @@ def discounted_returns(rewards, mask, gamma):
     return {"returns": out}
 
 
-def whiten(x, mask, rank, center, *, ddof=1):
-    inside = [F(float(x[b][t])) for b, row in enumerate(mask) for t in _places(row)]
-    mean, std = sum(inside) / len(inside), _root(_variance(inside, ddof))
-
+def whiten(x, mask, rank, center, *, ddof=1, by_rank=False):
     def one(b, t):
+        rows = [c for c in range(len(mask)) if rank[c] == rank[b] or not by_rank]
+        inside = [F(float(x[c][u])) for c in rows for u in _places(mask[c])]
+        mean, std = sum(inside) / len(inside), _root(_variance(inside, ddof))
         return float(F(float(x[b][t])) - mean) / std + (0.0 if center else float(mean))
 
     return {"whitened": _table(mask, one)}
@@ -226,7 +226,6 @@ def leave_one_out(scores, group, valid, *, alone="zero"):
 
 def group_normalize(scores, group, valid, scale, *, ddof=1, centered_std=False, alone="zero"):
     exact = [F(float(x)) for x in scores]
-    close = F(1, 10**6) * max([F(1), *(abs(x) for x in exact)])
     centered = []
     for i, x in enumerate(exact):
         members = [*_others(group, valid, i), i]
@@ -243,7 +242,7 @@ def group_normalize(scores, group, valid, scale, *, ddof=1, centered_std=False, 
         members = [exact[j] for j in [*_others(group, valid, i), i]]
         own = 1.0 if alone == "keep" and len(members) == 1 else std(members)
         spread = {"none": 1.0, "batch": std(batch), "group": own}[scale]
-        out.append(float(x) / spread if spread > close else 0.0)
+        out.append(float(x) / spread if spread else 0.0)
     return {"advantages": out}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -81,6 +82,11 @@ HUGE = (
     "x=" * 3000,
 )
 
+TAGS = ("<think>We add.</think>", "<answer></answer>", "\\boxed{}", "**So:**", "First,")
+NOT_NUMBERS = ("nan", "NaN", "inf", "-inf", "1e999")
+CODE = ("__import__('pathlib').Path('it_ran').touch() or {}", "{}")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -104,23 +110,45 @@ class Finding:
         return {k: v for k, v in asdict(self).items() if v not in {None, ""}}
 
 
+class LeftOut(Exception):
+    """A probe that says nothing about this function or these rows."""
+
+
+class Findings(list[Finding]):
+    """What was found; ``tried`` probes ran and the ``left_out`` ones do not fit the function."""
+
+    tried = 0
+    left_out = 0
+
+    def __str__(self) -> str:
+        left = f", {self.left_out} left out" if self.left_out else ""
+        probes = f"({self.tried} probes{left})"
+        return "\n".join(map(str, self)) + f"\n{probes}" if self else f"no finding {probes}"
+
+
 def examine_file(
     spec: str, data: str, convention: str | None = None, answer: str | None = None, rows: int = 8
-) -> list[Finding]:
+) -> Findings:
     """The findings on ``FILE:FUNCTION`` with rows of a JSON Lines file."""
     function, table = load_function(spec), read_rows(data, rows)
     column = answer_column(table, answer)
     return examine(Reward(function, convention or convention_of(function), column), table)
 
 
-def examine(reward: Reward, rows: list[Row]) -> list[Finding]:
+def examine(reward: Reward, rows: list[Row]) -> Findings:
     """All findings, one per probe."""
-    kept, world = Path.cwd(), World(reward)
+    kept, world, found = Path.cwd(), World(reward), Findings()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            probe = Examination(reward, rows)
-            found = [f for check in probe.checks() if (f := _safely(check)) is not None]
+            for check in Examination(reward, rows).checks():
+                try:
+                    finding = _safely(check)
+                except LeftOut:
+                    found.left_out += 1
+                    continue
+                found.tried += 1
+                found += [finding] if finding is not None else []
             changed = world.changes()
             changed += [f"the file {p.name}" for p in sorted(Path(folder).rglob("*"))]
         finally:
@@ -171,6 +199,8 @@ def _safely(check: Callable[[], Finding | None]) -> Finding | None:
     name = check.__name__.replace("_", " ").strip()
     try:
         return check()
+    except LeftOut:
+        raise
     except TooSlow as error:
         return Finding("time", f"{error}, in the probe {name}")
     except Exception as error:
@@ -239,24 +269,30 @@ class Examination:
         return (self.form or "{x}").format(x=self.wrongs[row])
 
     def checks(self) -> Iterator[Callable[[], Finding | None]]:
-        """The probes that fit the function."""
+        """Those of any function; then those of an answer, which raise LeftOut without a form."""
         yield from (self._determinism, self._order, self._state, self._mutation)
-        yield from (self._empty, self._huge, self._length)
-        if self.form is None:
-            yield self._blank_format
-            return
+        yield from (self._empty, self._huge, self._length, self._repetition, self._blank_format)
         yield from (self._whitespace, self._prompt, self._listing, self._reasoning)
         yield from (self._instruction, self._injection, self._skeleton, self._special, self._part)
+        yield from (self._near, self._not_a_number, self._code)
 
     def _first_that_pays(
         self, probe: str, message: str, texts: Callable[[int], list[str]]
     ) -> Finding | None:
         """A finding if more than one row (or the only one) pays for such an answer."""
+        if self.form is None:
+            raise LeftOut
         hits = []
         for row in range(len(self.rows)):
             gap = self.good[row] - self.bad[row] if self.good else 0.0
             for text in texts(row) if gap > 0 else ():
-                score = self._score(row, text)
+                try:
+                    score = self._score(row, text)
+                except TooSlow:
+                    raise
+                except Exception as error:
+                    what = f"{type(error).__name__} in the probe {probe}: {str(error)[:200]}"
+                    return Finding("errors", what, text, row=row)
                 if score >= self.bad[row] + 0.5 * gap:
                     hits.append(Finding(probe, message, text, score, row))
                     break
@@ -358,8 +394,21 @@ class Examination:
                     return Finding("length", message, filler + text, row=row)
         return None
 
+    def _repetition(self) -> Finding | None:
+        """The same answer with more and more tags."""
+        for row in range(min(3, len(self.rows))):
+            for tags in (*TAGS, self.right(row)):
+                scores = [self._score(row, f"{tags}\n" * n + self.right(row)) for n in (1, 2, 4, 8)]
+                if scores[-1] > max(scores[0], self.good[row] if self.good else -np.inf) + 1e-9:
+                    listed = ", ".join(f"{s:g}" for s in scores)
+                    message = f"1, 2, 4, 8 times the same pays {listed}"
+                    return Finding("repetition", message, f"{tags}\n" * 8, scores[-1], row)
+        return None
+
     def _blank_format(self) -> Finding | None:
         """A format reward that pays for empty parts as much as for filled ones."""
+        if self.form is not None:
+            raise LeftOut
         full = (
             "<think>We add.</think>\n<answer>4</answer>",
             "\\boxed{4}",
@@ -379,6 +428,8 @@ class Examination:
     # -- answers that must not pay ---------------------------------------------------------------
 
     def _whitespace(self) -> Finding | None:
+        if self.form is None:
+            raise LeftOut
         for row in range(len(self.rows)):
             if self.good[row] <= self.bad[row]:
                 continue
@@ -449,8 +500,8 @@ class Examination:
 
     def _special(self) -> Finding | None:
         """End tokens that one decoder hides and another one shows."""
-        if self.form == "{x}":  # compares the whole text
-            return None
+        if self.form in (None, "{x}"):  # the latter compares the whole text
+            raise LeftOut
         for row in range(len(self.rows)):
             gap = self.good[row] - self.bad[row]
             for end in ENDS if gap > 0 else ():
@@ -475,3 +526,39 @@ class Examination:
         return self._first_that_pays(
             "part", "a wrong answer that contains the right one pays", texts
         )
+
+    def _pays_as_answer(self, probe: str, message: str, texts: Callable[[str], list[str]]):
+        """The wrong answers that ``texts`` makes of a right one, in the form that is read."""
+        numbers = [bool(_NUMBER.fullmatch(truth)) for truth in self.truths]
+        if self.form is None or not any(numbers):
+            raise LeftOut
+
+        def answers(row: int) -> list[str]:
+            wrong = texts(self.truths[row]) if numbers[row] else []
+            return [(self.form or "{x}").format(x=x) for x in wrong]
+
+        return self._first_that_pays(probe, message, answers)
+
+    def _near(self) -> Finding | None:
+        def texts(truth: str) -> list[str]:
+            value = float(truth)
+            near = [value * 1.01, value * 0.99, value + 1, value - 1, -value]
+            return [f"{x:.12g}" for x in near if x != value]
+
+        return self._pays_as_answer("near", "a number near the right one pays", texts)
+
+    def _not_a_number(self) -> Finding | None:
+        message = "a text that float() reads as nan or infinity pays"
+        return self._pays_as_answer("not a number", message, lambda truth: list(NOT_NUMBERS))
+
+    def _code(self) -> Finding | None:
+        """Code whose value is right, without the number itself; one leaves a file if it runs."""
+
+        def texts(truth: str) -> list[str]:
+            value = f"int('{truth[0]}' + '{truth[1:]}')"
+            return [x.format(value) for x in CODE] if len(truth) > 1 else []
+
+        found = self._pays_as_answer("code", "an answer that is code is run, or pays", texts)
+        if found is None and Path("it_ran").exists():
+            return Finding("code", "an answer is run as code", CODE[0].format("..."))
+        return found

@@ -24,27 +24,27 @@ class RewardArguments(BeforeArguments):
     """Data and head of a reward model."""
 
     fresh_head: bool = option(
-        True, "Initialize the score head randomly, with standard deviation 1 / sqrt(hidden + 1)."
+        True, "Begin with a random score head, of standard deviation 1 / sqrt(hidden size + 1)."
     )
     reference_column: str | None = option(
         "chosen",
-        "After training, shift scores so that this column has mean score 0; none: no shift.",
+        "After training, shift scores so that this column has 0 on average. none leaves them.",
     )
     num_references: Count = option(
-        1000, "Rows of reference_column that are scored to find the shift."
+        1000, "How many rows of reference_column are scored to find that shift."
     )
     num_held_out: Natural = option(
         500,
-        "Pairs that check the trained model: of dataset_test_split, or the last of the training"
-        " split, at most a tenth, which are then not trained on; 0: no check.",
+        "How many pairs check the trained model: of dataset_test_split, or the last of the "
+        "training split, at most a tenth, which then do not train. 0 is no check.",
     )
     winner_column: str | None = option(
         None,
-        "Column with the better of two answers, instead of columns chosen and rejected: a, b, 1, 2"
-        " or its text; ties are dropped.",
+        "Which column says the better of two answers (a, b, 1, 2 or its text), in place of "
+        "columns chosen and rejected. Ties are dropped.",
     )
-    a_column: str = option("a", "Column of the first answer, with winner_column.")
-    b_column: str = option("b", "Column of the second answer, with winner_column.")
+    a_column: str = option("a", "Which column has the first answer, with winner_column.")
+    b_column: str = option("b", "Which column has the second answer, with winner_column.")
 
     def name_columns(self, rows: Any) -> Any:
         """The rows with the columns that training reads."""

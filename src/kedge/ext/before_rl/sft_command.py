@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 class BeforeArguments:
     """Data options of the training steps before RL."""
 
-    dataset_name: str | None = option(None, "A file, a folder or a hub name.")
-    dataset_config: str | None = option(None, "Configuration of a hub dataset.")
-    dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str = option("test", "Split to evaluate on.")
-    prompt_column: str | None = option(None, "Prompt column, if it is not called prompt.")
+    dataset_name: str | None = option(None, "The dataset: a file, a folder or a hub name.")
+    dataset_config: str | None = option(None, "The configuration of a hub dataset, if several.")
+    dataset_train_split: str = option("train", "The split that is trained on.")
+    dataset_test_split: str = option("test", "The split that is evaluated on.")
+    prompt_column: str | None = option(None, "Which column has the prompts, if not prompt.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,7 +55,7 @@ class SFTArguments(BeforeArguments):
     """Data of a supervised model."""
 
     completion_column: str | None = option(
-        None, "Completion column, if it is not called completion."
+        None, "Which column has the completions, if it is not called completion."
     )
 
     def name_columns(self, rows: Any) -> Any:

@@ -134,115 +134,118 @@ class AsyncPPOConfig(Dialect, ppo.PPOConfig):
     )
     SECTION: ClassVar[str] = "asynchronous PPO"
 
-    exp_name: str = option("async_ppo", "Name of the experiment.")
-    output_dir: str | None = option("output", "Output folder of the run.")
-    seed: int = option(1, "Seed of every random number generator.")
+    exp_name: str = option("async_ppo", "The name of the experiment, which run_name uses.")
+    output_dir: str | None = option("output", "The folder that the run writes to.")
+    seed: int = option(1, "The seed of all random numbers.")
 
     # Options of PPOConfig that have other defaults here.
-    learning_rate: float = option(1e-6, "Learning rate of the policy.")
-    total_episodes: int | None = option(100_000, "Responses to generate over the whole run.")
-    per_device_train_batch_size: int = option(1, "Responses per rank in one forward pass.")
-    per_device_eval_batch_size: int = option(1, "Evaluation prompts per rank at a time.")
+    learning_rate: float = option(1e-6, "The learning rate of the policy.")
+    total_episodes: int | None = option(100_000, "How many responses the run generates.")
+    per_device_train_batch_size: int = option(1, "How many responses one pass takes.")
+    per_device_eval_batch_size: int = option(1, "How many prompts are evaluated at once.")
     gradient_checkpointing: bool | None = option(
-        False, "Recompute activations in the backward pass: less memory, about a third slower."
+        False, "Compute activations again in the backward pass: less memory, about a third slower."
     )
-    logging_steps: float = option(1, "Iterations between log rows; below 1, a fraction of the run.")
+    logging_steps: float = option(1, "How many iterations (below 1: what share) a row covers.")
     num_sample_generations: int = option(
-        0, "Tables of sample completions over the run; evaluations write their own."
+        0, "How many tables of sample completions are shown. Evaluations write their own."
     )
     max_prompt_length: int | None = option(
-        256, "Longest prompt, in tokens; longer ones are dropped."
+        256, "The most tokens that a prompt may have. Longer ones are dropped."
     )
-    rollout_engine: str = option("ray", "Rollout engine; see PPOConfig.")
+    rollout_engine: str = option("ray", "What samples: ray, or an engine of PPOConfig.")
     stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
         "eos",
-        "eos: end responses at the tokenizer's EOS token and every eos_token_id of the model's "
-        "generation_config; period: at a period; None (none on the command line): at neither.",
+        "With eos, responses end at the tokenizer's EOS token and every eos_token_id of the "
+        "model's generation_config; with period, at a period; with None (none in a command), at "
+        "neither.",
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full", "kl1", "kl2", "kl3"] = option(  # type: ignore[assignment]
-        "k1", "Estimator of the KL per token; kl1 is the same as k1, and so on."
+        "k1", "How the KL of a token is estimated; see PPOConfig. kl1 is another name of k1."
     )
 
     warm_up_steps: Natural = option(
-        0, "Optimizer steps of learning-rate warmup, rounded up to whole iterations."
+        0, "Over how many optimizer steps the learning rate rises, rounded up to whole iterations."
     )
     vllm_num_engines: Natural = option(
-        1, "Number of rollout engines on Ray; 0 samples in the learner's process."
+        1, "How many rollout engines run on Ray. With 0 the learner's process samples."
     )
 
     # Sizes.
-    local_rollout_batch_size: Count = option(64, "Prompts per rank in one iteration.")
+    local_rollout_batch_size: Count = option(64, "How many prompts an iteration has on a rank.")
     local_mini_batch_size: int | None = option(
-        64, "Responses per rank in one optimizer step; capped at those of an iteration."
+        64, "How many responses of a rank an optimizer step takes, at most all of them."
     )
-    max_token_length: Count = option(512, "Upper bound of max_prompt_length, in tokens.")
-    async_mode: bool = option(True, "False is max_lag=0: sample and train alternately.")
-    num_evals: Count = option(4, "Evaluations over the run, given evaluation prompts.")
-    save_freq: Annotated[int, Ge(-1)] = option(200, "Iterations between checkpoints; -1 for none.")
+    max_token_length: Count = option(512, "The most that max_prompt_length may be, in tokens.")
+    async_mode: bool = option(True, "Sample while training; False means max_lag=0.")
+    num_evals: Count = option(4, "How many evaluations the run has, given prompts.")
+    save_freq: Annotated[int, Ge(-1)] = option(
+        200, "Iterations between checkpoints. -1 writes none."
+    )
 
     # Data, read by the command line.
     dataset_mixer_list_splits: list[str] | None = option(
-        None, "Split of each dataset of dataset_mixer_list, or one for all. Unset: train."
+        None, "The split of each dataset of dataset_mixer_list, or one for all. If unset, train."
     )
     dataset_mixer_eval_list: list[str] | None = option(
-        None, "Evaluation prompts: dataset names and amounts, alternating."
+        None, "The evaluation prompts: names and amounts of datasets in turn."
     )
     dataset_mixer_eval_list_splits: list[str] | None = option(
-        None, "Split of each evaluation dataset. Unset: test."
+        None, "The split of each evaluation dataset. If unset, test."
     )
     cache_dataset_only: bool = option(False, "Read and tokenize the prompts, then exit.")
-    sft_messages_key: str = option("messages", "Column with chats; the last answer is removed.")
-    ground_truths_key: str = option("ground_truth", "Column with the answers that verifiers check.")
-    dataset_source_key: str = option("dataset", "Column with the name of the verifier.")
-    remap_verifier: str | None = option(None, "old=new: send rows of verifier old to verifier new.")
+    sft_messages_key: str = option("messages", "Which column has chats; last answers are cut.")
+    ground_truths_key: str = option("ground_truth", "Which column has the right answers.")
+    dataset_source_key: str = option("dataset", "Which column has the name of the verifier.")
+    remap_verifier: str | None = option(None, "Score rows of verifier old by new: old=new.")
     chat_template_name: str | None = option(
         None,
-        "tulu, zephyr, simple_chat, simple_concat_with_space, simple_concat_with_new_line, or"
-        " a file with a Jinja template. Unset: the tokenizer's.",
+        "The chat template: tulu, zephyr, simple_chat, simple_concat_with_space, "
+        "simple_concat_with_new_line, or a file in Jinja. If unset, the tokenizer's.",
     )
-    add_bos: bool = option(False, "Start the chat template with the tokenizer's BOS token.")
-    tokenizer_name_or_path: str | None = option(None, "Tokenizer. Unset: the model's.")
+    add_bos: bool = option(False, "Begin the chat template with the tokenizer's BOS token.")
+    tokenizer_name_or_path: str | None = option(None, "Where the tokenizer is, if elsewhere.")
     tokenizer_revision: str | None = option(
-        None, "Branch, tag or commit of the tokenizer. Unset: model_revision."
+        None, "Which branch, tag or commit of the tokenizer is loaded. If unset, model_revision."
     )
     reward_model_revision: str | None = option(
-        None, "Branch, tag or commit of reward_model_path, if it is on the hub."
+        None, "Which branch, tag or commit of reward_model_path is loaded from the hub."
     )
     init_value_from_scratch: bool = option(
-        False, "Initialize the value model randomly with the reward model's architecture."
+        False, "Start the value model from random weights, in the shape of the reward model."
     )
 
     # Placement.
     actor_num_gpus_per_node: Annotated[list[int] | None, Ge(1)] = option(
-        None, "Learners on each machine, one per GPU (without GPUs: per core). Unset: 1."
+        None, "How many learners each machine has, one per GPU or core. If unset, 1."
     )
-    single_gpu_mode: bool = option(False, "Learner and rollout engine share one GPU.")
+    single_gpu_mode: bool = option(False, "Let the learner and the rollout engine share one GPU.")
     max_failures: Natural = option(
-        0, "Restarts from the newest checkpoint after a learner or its node is lost."
+        0, "How often the run restarts from a checkpoint after a learner is lost."
     )
     worker_stop_timeout: Seconds = option(
         3600.0,
-        "Seconds from the end of the iteration after which a signal stops the run until all "
-        "learners on Ray have written a checkpoint and ended.",
+        "How many seconds after the end of an iteration learners on Ray may take to write a "
+        "checkpoint and exit, once a signal stops the run.",
     )
     deepspeed_stage: Annotated[int, Interval(ge=0, le=3)] = option(
-        0, "Sharding over ranks: 1 and 2 gradients and optimizer state, 3 also weights (FSDP2)."
+        0, "What ranks divide: 1 and 2 gradients and optimizer state, 3 also weights."
     )
-    vllm_enforce_eager: bool = option(False, "enforce_eager of vllm_engine_args.")
+    vllm_enforce_eager: bool = option(False, "The enforce_eager of vllm_engine_args.")
     vllm_gpu_memory_utilization: Annotated[float | None, Interval(gt=0, le=1)] = option(
-        None, "gpu_memory_utilization of vllm_engine_args. Unset: 0.9, 0.3 in single_gpu_mode."
+        None, "The gpu_memory_utilization of vLLM. If unset, 0.9, or 0.3 in single_gpu_mode."
     )
-    enable_prefix_caching: bool = option(False, "enable_prefix_caching of vllm_engine_args.")
+    enable_prefix_caching: bool = option(False, "The enable_prefix_caching of vllm_engine_args.")
     vllm_sync_backend: Literal["nccl", "gloo"] = option(
-        "nccl", "nccl is vllm_transfer=auto: from GPU to GPU if possible; gloo is host."
+        "nccl", "How weights reach vLLM: nccl between GPUs if possible, gloo by the host."
     )
 
     # Tracking.
-    with_tracking: bool = option(False, "report_to=wandb.")
-    wandb_project_name: str = option("kedge", "Weights & Biases project.")
-    wandb_entity: str | None = option(None, "Weights & Biases entity.")
-    hf_entity: str | None = option(None, "Owner of the repository on the Hub.")
-    hf_repo_id: str | None = option(None, "Name of the repository; with hf_entity, hub_model_id.")
+    with_tracking: bool = option(False, "Report to Weights & Biases (report_to=wandb).")
+    wandb_project_name: str = option("kedge", "The project on Weights & Biases.")
+    wandb_entity: str | None = option(None, "Who owns the project: a user or a team.")
+    hf_entity: str | None = option(None, "Who owns the repository on the hub.")
+    hf_repo_id: str | None = option(None, "The repository's name on the hub.")
 
     def _fill_defaults(self) -> None:
         """Convert options that are not plain aliases to those of ``PPOConfig``."""

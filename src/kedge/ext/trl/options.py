@@ -102,37 +102,37 @@ class GroupNames:
 
     steps_per_generation: Count | None = option(
         None,
-        "Micro-batches per rank in one iteration: per_device_train_batch_size x this responses, in "
-        "this / gradient_accumulation_steps mini-batches.",
+        "How many micro-batches a process trains on in one iteration; "
+        "gradient_accumulation_steps of them make an optimizer step.",
     )
     generation_batch_size: Count | None = option(
-        None, "Responses per iteration over all ranks; replaces steps_per_generation."
+        None, "How many responses an iteration has; it replaces steps_per_generation."
     )
     log_completions: bool | None = switch(
-        None, "False: no tables of completions. Otherwise num_sample_generations of them."
+        None, "False shows no tables; else there are num_sample_generations of them."
     )
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, "Only {'stop': strings}, which means stop_strings."
+        None, "Extra arguments of sampling: only {'stop': strings}, for stop_strings."
     )
-    use_vllm: bool = option(False, "Sample with vLLM; see vllm_mode.")
+    use_vllm: bool = option(False, "Sample with vLLM, as vllm_mode says.")
     vllm_mode: Literal["colocate", "server"] = option(
-        "colocate", "colocate: vLLM in this process; server: a running vLLM server."
+        "colocate", "Where vLLM runs: in this process (colocate), or as a server (server)."
     )
-    vllm_model_impl: str = option("vllm", "model_impl of vllm_engine_args.")
-    vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
-    vllm_server_base_url: str | None = option(None, "URL of a running vllm serve.")
-    vllm_server_host: str = option("0.0.0.0", "Host of vllm serve, if no URL is set.")
+    vllm_model_impl: str = option("vllm", "The model_impl of vllm_engine_args.")
+    vllm_enable_sleep_mode: bool = option(False, "A newer name of vllm_sleep.")
+    vllm_server_base_url: str | None = option(None, "The URL of a vllm serve that is running.")
+    vllm_server_host: str = option("0.0.0.0", "The host of vllm serve, if no URL is set.")
     vllm_server_port: Annotated[int, Interval(ge=1, le=65535)] = option(
-        8000, "Port of vllm serve, if no URL is set."
+        8000, "The port of vllm serve, if no URL is set."
     )
-    vllm_server_timeout: Seconds = option(240.0, "Newer name of worker_start_timeout.")
+    vllm_server_timeout: Seconds = option(240.0, "A newer name of worker_start_timeout.")
     vllm_gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = option(
-        0.3, "gpu_memory_utilization of vllm_engine_args."
+        0.3, "The gpu_memory_utilization of vllm_engine_args."
     )
-    vllm_max_model_length: Count | None = option(None, "max_model_len of vllm_engine_args.")
+    vllm_max_model_length: Count | None = option(None, "The max_model_len of vllm_engine_args.")
 
     overlong_prompts: Literal["drop", "truncate"] = option(
-        "truncate", "Prompts above max_prompt_length keep their last tokens, or are dropped."
+        "truncate", "Cut prompts above max_prompt_length on the left, or drop them."
     )
     length_option: ClassVar[str] = "max_completion_length"
 
@@ -171,11 +171,11 @@ class RLOOConfig(Dialect, GroupNames, rloo.RLOOConfig):
         ),
     }
 
-    min_p: MinP = option(None, "Excludes tokens below this fraction of the top probability.")  # type: ignore[assignment]
-    learning_rate: float = option(1e-6, "Learning rate.")
-    num_ppo_epochs: int = option(1, "Passes over each batch of responses.")
-    response_length: int = option(512, "Maximum length of a response, in tokens.")
-    temperature: float = option(1.0, "Sampling temperature; divides the logits in training too.")
+    min_p: MinP = option(None, "Never sample tokens below this share of the top one.")  # type: ignore[assignment]
+    learning_rate: float = option(1e-6, "The learning rate of the policy.")
+    num_ppo_epochs: int = option(1, "How often each batch is trained on.")
+    response_length: int = option(512, "The most tokens that a response may have.")
+    temperature: float = option(1.0, "Sampling temperature; training divides by it, too.")
 
 
 @dataclass(repr=False)
@@ -207,22 +207,21 @@ class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
 
     SECTION: ClassVar[str] = GroupNames.SECTION
 
-    min_p: MinP = option(None, "Excludes tokens below this fraction of the top probability.")  # type: ignore[assignment]
+    min_p: MinP = option(None, "Never sample tokens below this share of the top one.")  # type: ignore[assignment]
     scale_rewards: Annotated[Literal["group", "batch", "none"], Accepts(bool)] = option(
-        "group",
-        "Divide advantages by the standard deviation of the scores of the group or the batch.",
+        "group", "Divide advantages by the deviation of scores in the group or in the batch."
     )
     vllm_importance_sampling_correction: bool = option(
-        True, "With vLLM: importance weights of the learner against vLLM."
+        True, "Weigh what vLLM sampled by the learner's probability against vLLM's."
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = option("sequence_mask", "Level of the weights, and what happens at the bound.")
+    ] = option("sequence_mask", "What has one weight, and what happens beyond the bound.")
     vllm_importance_sampling_clip_max: Annotated[float, Interval(ge=0, le=math.inf)] = option(
-        3.0, "Weights above this are truncated or masked; inf: no bound."
+        3.0, "Importance weights above this are truncated or masked. inf is no bound."
     )
     vllm_importance_sampling_clip_min: Annotated[float, Ge(0)] | None = option(
-        None, "Weights below this are raised or masked. Unset: no bound."
+        None, "Importance weights below this are raised to it or masked."
     )
 
     def _fill_defaults(self) -> None:

@@ -23,7 +23,7 @@ class PPOv2Config(PPOConfig):
     SECTION: ClassVar[str] = "command line and scripts"
 
     sanity_check: bool = option(False, "Use only the first 100 rows of the dataset.")
-    base_model: str = option("EleutherAI/pythia-160m", "Folder or Hub name of the tokenizer.")
+    base_model: str = option("EleutherAI/pythia-160m", "The folder or hub name of the tokenizer.")
 
 
 class PPOv2Trainer(PPOTrainer):

@@ -36,10 +36,10 @@ __all__ = [
 class ScriptArguments:
     """Dataset options of a script."""
 
-    dataset_name: str | None = option(None, "Folder or hub name of the dataset.")
-    dataset_config: str | None = option(None, "Configuration of the dataset.")
-    dataset_train_split: str = option("train", "Split with the training prompts.")
-    dataset_test_split: str = option("test", "Split with the evaluation prompts.")
+    dataset_name: str | None = option(None, "The folder or hub name of the dataset.")
+    dataset_config: str | None = option(None, "The configuration of the dataset.")
+    dataset_train_split: str = option("train", "Which split has the training prompts.")
+    dataset_test_split: str = option("test", "Which split has the evaluation prompts.")
     dataset_streaming: bool = option(False, "Load the dataset as a stream.")
     ignore_bias_buffers: bool = option(
         False, "Ignore bool buffers of old models under DistributedDataParallel."

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class InOrder:
     """Whole batches, each exactly ``min(step, max_lag)`` iterations old.
 
-    The dispatcher numbers iterations.  The rollout engine starts all that may start with the
-    weights that it has before it loads the next ones, in the order in which they were sent.
+    The dispatcher numbers iterations.  The rollout engine loads weights in the order in
+    which they were sent, and before that starts all that may be sampled with its current ones.
     """
 
     def __init__(self, max_lag: int) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from kedge.checkpoint import checkpoint
 from kedge.data import DatasetPrompts
+from kedge.data.stream import StreamPrompts
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.records.errors import CheckpointError, ConfigError
 from kedge.records.protocols import Hook
@@ -111,6 +112,8 @@ class Checkpoints(RunParts, Hook):
 
         engine, accelerator = self.engine, self.learner.accelerator
         parts = {} if self.args.save_only_model else engine.state_dict()
+        if parts and isinstance(engine.source, StreamPrompts):
+            parts["prompts"] = engine.source.state_dict(engine.step)
         in_flight = [pack(sample) for sample in engine.in_flight]
         return checkpoint.save(
             self.root,
@@ -209,6 +212,8 @@ class Checkpoints(RunParts, Hook):
                 " resume from; to start a new run from its weights, pass it as `model`"
             )
         self.engine.load_state_dict(dict(saved.parts))
+        if isinstance(self.engine.source, StreamPrompts):
+            self.engine.source.load_state_dict(saved.parts["prompts"])
         self.engine.restore([unpack(sample) for sample in saved.local or []])
         self.callbacks.restore(folder)
 

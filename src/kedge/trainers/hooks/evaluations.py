@@ -25,6 +25,7 @@ class Evaluations(RunParts, Hook):
     """Scores of evaluation prompts, and tables of completions."""
 
     schedule: IntervalSchedule | None = None  # of tables during training
+    _incomplete: bool = False  # the user's metrics of the newest evaluation are missing
 
     def on_step_begin(self, step: int) -> None:
         """Show what the policy says before training, where samples are shown."""
@@ -56,13 +57,15 @@ class Evaluations(RunParts, Hook):
     def on_epoch_end(self) -> None:
         """Evaluate if a callback asks for it."""
         if self.callbacks.control.should_evaluate and self.eval_sets:
-            best = self.callbacks.note_best(self.trainer.evaluate())
+            metrics = self.trainer.evaluate()
+            best = self.callbacks.note_best(metrics, incomplete=self._incomplete)
             if self.args.save_strategy == "best":
                 self.callbacks.control.should_save = best
 
     def evaluate(self, sets: list[EvalSet]) -> dict[str, float]:
         """Score the evaluation prompts, log metrics and show completions."""
         metrics: dict[str, float] = {}
+        self._incomplete = False
         for eval_set in sets:
             evaluation = self._sample_eval_set(eval_set, eval_set.batches)
             rows = completion_rows(evaluation.samples, self.tokenizer, limit=eval_set.rows)
@@ -72,7 +75,7 @@ class Evaluations(RunParts, Hook):
                 coef = self.engine.kl.value + self.args.loss_kl_coef
                 kl = results.get("objective/kl", 0.0)
                 results["loss"] = coef * kl - results["objective/scores"]
-            results |= names
+            results |= names | self._user_metrics(evaluation, eval_set.rows)
             metrics |= {f"{eval_set.prefix}{name}": x for name, x in results.items()}
             self.show_table(rows, f"{eval_set.prefix}completions")
         self.callbacks.log(dict(metrics))
@@ -109,6 +112,19 @@ class Evaluations(RunParts, Hook):
             rows = rows[: len(earlier) if unique else most][:most]
         if rows and self.state.is_world_process_zero:
             self.callbacks.tracker.table(name, rows, step=self.engine.step)
+
+    def _user_metrics(self, evaluation: Evaluation, rows: int) -> dict[str, float]:
+        if self.eval_metrics is None:
+            return {}
+        found = self.eval_metrics.compute(
+            evaluation.samples,
+            self.learner,
+            rows=rows,
+            tokenizer=self.tokenizer,
+            ends=self.engine.sampling.stop_ids,
+        )
+        self._incomplete |= found is None
+        return found or {}
 
     def _accuracy(self, eval_set: EvalSet, evaluation: Evaluation) -> dict[str, float]:
         """Accuracy, and win rate against the initial policy, if enabled."""

@@ -10,6 +10,7 @@ from kedge.config.base import OnPolicyConfig
 from kedge.learner.learner import HFLearner
 from kedge.loop.loop import Engine
 from kedge.reporting.base import BestEffortWriter
+from kedge.trainers.eval_metrics import EvalMetrics
 from kedge.trainers.hf_callbacks import Callbacks, RunState
 from kedge.trainers.prompts import EvalSet
 from kedge.trainers.spec import MetricNames
@@ -30,6 +31,7 @@ class RunParts:
     tokenizer: Any
     fresh_reference: bool  # the reference is the initial policy, so that the KL starts at 0
     metric_names: MetricNames
+    eval_metrics: EvalMetrics | None = None  # of the user
     best_effort: BestEffortWriter = field(default_factory=BestEffortWriter)
 
     @property

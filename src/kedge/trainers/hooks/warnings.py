@@ -38,10 +38,7 @@ class Warnings(RunParts, Hook):
     def __post_init__(self) -> None:
         self._accepted = {finding.rule for finding in self._findings()}  # by resuming the run
         if self.args.stop_on_finding and plugins.load("kedge.hooks", "doctor") is None:
-            raise ConfigError(
-                "stop_on_finding=True needs the rules of kedge doctor, an extension that was"
-                " deleted; reinstall Kedge, or leave stop_on_finding out"
-            )
+            raise ConfigError("stop_on_finding=True needs kedge doctor, which is not installed")
 
     def on_sample(self, step: int, rollout: Rollout, reward_output: RewardOutput) -> None:
         """Check the first batch."""
@@ -91,13 +88,13 @@ class Warnings(RunParts, Hook):
         if not new or (new < len(history) // 50 and not saves):
             return
         self._rows = len(history)
+        so_far = f"(so far, at iteration {state.global_step} of {state.max_steps})"
+        stops = self.args.stop_on_finding and state.global_step < state.max_steps
         for found in self._findings():
             if found.rule not in self.known:
                 self.known.add(found.rule)
-                so_far = f"(so far, at iteration {state.global_step} of {state.max_steps})"
                 self.warn(f"{found.rule} {so_far}: {found.seen}. To try: {found.advice}")
-                stop = self.args.stop_on_finding and state.global_step < state.max_steps
-                if stop and found.severe and found.rule not in self._accepted:
+                if stops and found.severe and found.rule not in self._accepted:
                     self.trainer.stopped_by = self.trainer.stopped_by or found.rule
 
     def _findings(self) -> list[Any]:
