@@ -16,6 +16,7 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 GAMES = {"gates": "Gates", "lake": "Lake"}
 METHODS = ("PPO", "PPO, credit by turn", "SAO", "RLOO", "GRPO", "REINFORCE++")
 WITHOUT_CRITIC = METHODS[3:]
+VARIANTS = ("PPO, no value warm-up", "PPO, value not trained")
 PRICES = (0.25, 1, 4, 16)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t of n values, two sides
 
@@ -144,6 +145,27 @@ def against(
     return {"columns": ["equal", "ahead of", *(f"{n} moves" for n in lengths)], "rows": rows}
 
 
+def variants(runs: Runs, game: str, length: int) -> dict[str, Any]:
+    """Table: what the critic of PPO does, seed by seed, beside the methods without one."""
+    names = ("PPO", *VARIANTS, *WITHOUT_CRITIC)
+    found = {
+        m: {
+            seed: fmean(run["rows"]["score"]) for seed, run in sorted(runs[game, length, m].items())
+        }
+        for m in names
+    }
+    rows = []
+    for m, by_seed in found.items():
+        mean, half = difference(by_seed, found["PPO"])
+        ends = [run["end"]["success"] for run in runs[game, length, m].values()]
+        ahead = "" if m == "PPO" else f"{100 * mean:+.1f} ± {100 * half:.1f}"
+        seeds = ", ".join(f"{x:.1%}" for x in by_seed.values())
+        row = [m, f"{fmean(by_seed.values()):.1%} ({seeds})", ahead]
+        rows.append([*row, f"{fmean(ends):.1%}, worst {min(ends):.1%}"])
+    columns = ["", "success in training, mean and each seed", "ahead of PPO", "on new seeds"]
+    return {"columns": columns, "rows": rows}
+
+
 def rates(chosen: list[Run]) -> dict[str, Any]:
     """Table: mean success in training of every rate that was tried."""
     names = sorted({run["rate"] for run in chosen})
@@ -227,6 +249,9 @@ def main() -> None:
             equal = {"episodes": episodes}
             for critic, name in (("PPO, credit by turn", "turn"), ("SAO", "sao")):
                 tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
+            for length in lengths:
+                if all((game, length, m) in runs for m in VARIANTS):
+                    tables[f"variants_{game}_{length}"] = variants(runs, game, length)
             draw_curves(runs, game, lengths)
             draw_prices(runs, game, lengths)
     every = [*chosen, *(run for by_seed in runs.values() for run in by_seed.values())]
