@@ -45,7 +45,6 @@ STREAMS = {
     "shuffled": lambda: stream().shuffle(seed=3, buffer_size=4),
     "no state": Counted,
 }
-EXACT = {*STREAMS} - {"shuffled", "no state"}
 
 
 def numbers(source: Any, steps: range) -> list[int]:
@@ -74,10 +73,37 @@ def test_a_stream_goes_on_where_it_was(kind: str, caplog: pytest.LogCaptureFixtu
     again = prompts(STREAMS[kind]())
     again.load_state_dict(saved)
     assert numbers(again, range(6, 12)) == wanted[24:]
-    assert ("read again" in caplog.text) is (kind not in EXACT)
+    assert ("read again" in caplog.text) is (kind == "no state")
     assert numbers(again, range(3)) == wanted[:12]  # a function of the step: from the beginning
     assert numbers(again.whole(), range(5, 7)) == wanted[20:28]
     logging.getLogger("kedge").removeHandler(caplog.handler)
+
+
+def test_a_shuffled_stream_of_equal_prompts_goes_on_at_every_step() -> None:
+    # datasets does not save the shuffle buffer: its state leads elsewhere, where prompts look alike.
+    rows = [{**PROMPTS[0], "number": i} for i in range(40)]
+
+    def source() -> StreamPrompts:
+        stream = Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=3, buffer_size=10)
+        return prompts(stream)
+
+    whole, once = source(), numbers(source(), range(20))
+    for step in range(1, 16):
+        numbers(whole, range(step))
+        resumed = source()
+        resumed.load_state_dict(whole.state_dict(step))
+        assert numbers(resumed, range(step, step + 3)) == once[4 * step : 4 * step + 12], step
+
+
+def test_a_state_that_json_changes_is_none() -> None:
+    class Tuples(Counted):
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": (self.given, {1: 2})}
+
+        def load_state_dict(self, saved: dict[str, Any]) -> None:
+            assert saved["place"][1][1] == 2
+
+    assert numbers(prompts(Tuples()), range(2)) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_prompts_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,3 +270,10 @@ def test_the_range_of_raw_ratios(scale: float) -> None:
         error = 6e-3 if name.startswith("p") else 1e-6
         assert math.log(two[name]) == pytest.approx(inorder[place], rel=error)
     assert ratio_range(padded[-50:], lambda x: x, rank=0, world_size=1) == {}
+
+
+def test_an_infinite_ratio_is_seen() -> None:
+    found = ratio_range(
+        torch.tensor([math.inf, 0.1, math.nan, -math.inf]), lambda x: x, rank=0, world_size=1
+    )
+    assert (found["min"], found["max"]) == (math.exp(-700), math.exp(700))

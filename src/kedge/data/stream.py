@@ -21,6 +21,7 @@ from kedge.records.types import PromptBatch
 
 logger = logging.getLogger(__name__)
 KEPT = 64  # batches in memory; an earlier one is read again from the beginning
+CHECKED = 8  # batches before a checkpoint that show whether a state leads to the same place
 MOST_DROPPED = 100_000  # rows in a row that are too long
 MOST_EVAL_ROWS = 100_000
 
@@ -62,7 +63,10 @@ class _Batch:
     state: str | None  # the stream's state in JSON; None: it has none
 
     def digest(self) -> str:
-        return hashlib.blake2b(self.prompts.tokens.numpy().tobytes(), digest_size=8).hexdigest()
+        rows = self.table.take(range(len(self.table)), self.table.names)
+        digest = hashlib.blake2b(repr(sorted(rows.items())).encode(), digest_size=8)
+        digest.update(self.prompts.tokens.numpy().tobytes())
+        return digest.hexdigest()
 
 
 class StreamPrompts(DatasetPrompts):
@@ -70,7 +74,7 @@ class StreamPrompts(DatasetPrompts):
 
     Every batch is a pure function of the step, as of other prompts: what is no longer in memory is
     read again from the beginning.  Where the stream has a state, a resumed run goes on from there,
-    and the tokens of the batch before show whether it led to the same place.  Each pass calls
+    and the batches before it show whether it led to the same place.  Each pass calls
     ``set_epoch(pass)``, if there is one, so that a shuffled stream is shuffled again.  Columns,
     lengths and tokens that are checked before training are those of the first batch.
     """
@@ -99,7 +103,7 @@ class StreamPrompts(DatasetPrompts):
         self._vocabulary = known
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Where the stream is before the last of the first ``step`` batches."""
+        """Where the stream is before the last ``CHECKED`` of the first ``step`` batches."""
         return self._reader.state_dict(step)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -147,8 +151,11 @@ class _Reader:
 
     def _state(self) -> str | None:
         try:
-            return json.dumps(self._stream.state_dict())
-        except (AttributeError, TypeError, ValueError):  # it has none, or one that is no JSON
+            state = self._stream.state_dict()
+            text = json.dumps(state)
+            known = hasattr(self._stream, "load_state_dict") and json.loads(text) == state
+            return text if known else None  # tuples and integer keys do not survive JSON
+        except Exception:  # it has none, or one that is no JSON
             return None
 
     def _next(self) -> _Batch:
@@ -192,24 +199,28 @@ class _Reader:
 
     def state_dict(self, step: int) -> dict[str, Any]:
         with self._lock:
-            last = self._batches.get(step - 1)
-        if last is None:
+            first = max(0, step - CHECKED)
+            kept = [self._batches.get(i) for i in range(first, step)]
+        found = [batch for batch in kept if batch is not None]
+        if not found or len(found) < len(kept):
             return {"step": 0}
-        return {"step": step - 1, "turn": last.turn, "state": last.state, "digest": last.digest()}
+        digests = [batch.digest() for batch in found]
+        return {"step": first, "turn": found[0].turn, "state": found[0].state, "digests": digests}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         with self._lock:
-            if not saved["step"] or self._goes_on(saved):
+            if not saved.get("digests") or self._goes_on(saved):
                 return
             known = saved["state"] is not None
             logger.warning(
                 "train_dataset, a %s, %s: its first %d batches are read again, which is exact if"
                 " it gives the same rows in the same order",
                 *(self._name, "goes on elsewhere than its state was" if known else "has no state"),
-                saved["step"] + 1,
+                saved["step"] + len(saved["digests"]),
             )
             self._rewind()
-            if self._find(saved["step"]).digest() != saved["digest"]:
+            steps = range(saved["step"], saved["step"] + len(saved["digests"]))
+            if [self._find(step).digest() for step in steps] != saved["digests"]:
                 warnings.warn(
                     f"train_dataset, a {self._name}, gives other rows than before the checkpoint:"
                     " the run goes on with other prompts than without the interruption",
@@ -221,7 +232,7 @@ class _Reader:
             return False
         try:
             self._rewind(saved["step"], saved["turn"], saved["state"])
-            return self._next().digest() == saved["digest"]
+            return [self._next().digest() for _ in saved["digests"]] == saved["digests"]
         except Exception as error:  # of the user's class
             logger.warning("the state of the stream cannot be used: %s", describe_error(error))
             return False

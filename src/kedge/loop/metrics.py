@@ -58,7 +58,7 @@ NAMES: dict[str, str] = {
     "tokens (RLOO: responses) and optimizer steps",
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
     "policy/ratio_min": "smallest probability ratio of a trained token to the same policy, before "
-    "any clip, over tokens and optimizer steps",
+    "any clip (per token also where the clip is per response), over tokens and optimizer steps",
     "policy/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%), mean over steps",
     "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
     "policy/ratio_max": "the largest of these ratios, over tokens and optimizer steps",

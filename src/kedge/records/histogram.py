@@ -20,7 +20,7 @@ def ratio_range(
     ranks is small, and gives every number of ranks the same quantiles.
 
     Args:
-        log_ratio: float [n], not finite where a token does not count.
+        log_ratio: float [n], NaN where a token does not count.
         all_reduce: sums over ranks.
         rank: this rank.
         world_size: number of ranks.
@@ -29,7 +29,7 @@ def ratio_range(
         Ratios named ``min``, ``p01``, ``p99``, ``max``.
     """
     x = log_ratio.detach().float()
-    x = x[x.isfinite()]
+    x = x[~x.isnan()].clamp(-700.0, 700.0)  # an infinite one is what these numbers are for
     octaves = (x.abs() / _FINEST).log2() * _PER_OCTAVE
     bins = (octaves.floor().clamp(-1, _BINS - 1) + 1) * x.sign() + _BINS
     counts = torch.bincount(bins.long(), minlength=2 * _BINS + 1).cpu().double()

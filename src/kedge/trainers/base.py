@@ -50,7 +50,7 @@ def _dataloader(trainer: Any) -> Any:
     loader = DataLoader(
         trainer.train_dataset,
         batch_size=trainer.engine.batch_sizes.local_prompts,
-        shuffle=True,
+        shuffle=hasattr(trainer.train_dataset, "__len__"),  # not a stream
         collate_fn=collate,
         drop_last=True,
     )

@@ -71,7 +71,10 @@ class EvalMetrics:
         try:
             returned = self._function(**{name: [row[name] for row in table] for name in table[0]})
             return {name.removeprefix("eval_"): float(x) for name, x in returned.items()}
-        except Exception as error:  # the user's code; hours of training are worth more than it
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # the user's code; hours of training are worth more than it
             logger.warning(
                 "compute_metrics function %s failed, or returned no dict of numbers (%s); its"
                 " metrics are left out of this evaluation, and no best model is chosen by them",

@@ -213,7 +213,7 @@ class Checkpoints(RunParts, Hook):
             )
         self.engine.load_state_dict(dict(saved.parts))
         if isinstance(self.engine.source, StreamPrompts):
-            self.engine.source.load_state_dict(saved.parts["prompts"])
+            self.engine.source.load_state_dict(saved.parts.get("prompts", {}))
         self.engine.restore([unpack(sample) for sample in saved.local or []])
         self.callbacks.restore(folder)
 
