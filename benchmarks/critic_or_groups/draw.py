@@ -156,13 +156,21 @@ def variants(runs: Runs, game: str, length: int) -> dict[str, Any]:
     }
     rows = []
     for m, by_seed in found.items():
-        mean, half = difference(by_seed, found["PPO"])
         ends = [run["end"]["success"] for run in runs[game, length, m].values()]
-        ahead = "" if m == "PPO" else f"{100 * mean:+.1f} ± {100 * half:.1f}"
+        ahead = []
+        for other in ("PPO", "GRPO"):
+            mean, half = difference(by_seed, found[other])
+            ahead.append("" if m == other else f"{100 * mean:+.1f} ± {100 * half:.1f}")
         seeds = ", ".join(f"{x:.1%}" for x in by_seed.values())
-        row = [m, f"{fmean(by_seed.values()):.1%} ({seeds})", ahead]
+        row = [m, f"{fmean(by_seed.values()):.1%} ({seeds})", *ahead]
         rows.append([*row, f"{fmean(ends):.1%}, worst {min(ends):.1%}"])
-    columns = ["", "success in training, mean and each seed", "ahead of PPO", "on new seeds"]
+    columns = [
+        "",
+        "success in training, mean and each seed",
+        "ahead of PPO",
+        "of GRPO",
+        "on new seeds",
+    ]
     return {"columns": columns, "rows": rows}
 
 
