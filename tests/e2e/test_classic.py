@@ -36,7 +36,7 @@ def by_the_trainer(data: list[Any], folder: Path) -> tuple[Any, list[dict[str, f
         **{"output_dir": str(folder), "gradient_accumulation_steps": 2, "num_mini_batches": 2},
         **{"total_episodes": 8 * STEPS, "response_length": 8, "learning_rate": 1e-3},
         **{"lr_scheduler_type": "constant", "kl_coef": 0.2, "adaptive_kl": True},
-        **{"kl_horizon": 100.0, "max_grad_norm": 0.5, "seed": 0, "stop_token_id": 0},
+        **{"kl_horizon": 100.0, "max_grad_norm": 0.5, "seed": 0, "stop_token_ids": [0]},
         **{"temperature": 1.0, "value_source": "policy", "shuffle_dataset": False},
         **{"processing_class": letters(28), "model": gpt2(), "ref_model": gpt2()},
         reward_model=None,
