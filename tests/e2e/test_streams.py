@@ -80,7 +80,7 @@ def test_a_stream_goes_on_where_it_was(kind: str, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_shuffled_stream_of_equal_prompts_goes_on_at_every_step() -> None:
-    # datasets does not save the shuffle buffer: its state leads elsewhere where prompts are alike.
+    # datasets saves no shuffle buffer: its state leads elsewhere, where all prompts look the same.
     rows = [{**PROMPTS[0], "number": i} for i in range(40)]
 
     def source() -> StreamPrompts:

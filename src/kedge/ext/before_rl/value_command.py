@@ -16,8 +16,8 @@ from kedge.records.errors import ConfigError, install_command
 
 EPILOG = """\
 ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,
-completion and score.  fit writes a value model for `kedge ppo --value_model_path`, and what check says
-of the responses that it held out.
+completion and score.  fit writes a value model for `kedge ppo --value_model_path`, and what check
+says of the responses that it held out.
 example: kedge ppo ... --save_rollouts runs/a/rollouts
          kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
          kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
