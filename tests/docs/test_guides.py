@@ -103,21 +103,21 @@ RATE = r"([\d.]+)%"
 # Where each figure stands: the page, and an expression whose groups are the figure.
 FIGURES = {
     "chat model, right and as asked": {
-        "docs/results.md": rf"right and as asked {RATE} to {RATE}",
+        "docs/results.md": rf"follow the instruction rise from {RATE} to {RATE}",
         "docs/chat_model.md": rf"went from {RATE} to {RATE}",
     },
     "chat model, minutes": {
-        "docs/results.md": r"GRPO, ([\d.]+) minutes on two CPU cores",
+        "docs/results.md": r"GRPO in ([\d.]+) minutes on two CPU cores",
         "docs/chat_model.md": r"([\d.]+) minutes on two CPU cores",
     },
     "demo, mean and worst seed": {
         "README.md": rf"to {RATE}, {RATE} for the worst seed",
-        "docs/results.md": rf"PPO {RATE}, worst seed {RATE}",
+        "docs/results.md": rf"PPO {RATE}, and the worst seed {RATE}",
         "docs/demo.md": rf"PPO wins {RATE} of [^%]* {RATE} with the worst seed",
     },
     "demo, perfect summaries": {
         "README.md": rf"perfect summaries would reach {RATE}",
-        "docs/results.md": rf"perfect summaries {RATE}",
+        "docs/results.md": rf"perfect summaries would win {RATE}",
         "docs/demo.md": rf"Perfect summaries would win {RATE}",
     },
     "demo, minutes": {
