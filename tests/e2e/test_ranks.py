@@ -200,5 +200,37 @@ def test_dynamic_sampling(tmp_path: Path, env: dict[str, str], max_lag: str) -> 
     assert len(rounds[0]) != len(rounds[1])  # else this shows nothing
 
 
+def refuse_own_shards(folder: str, out: str) -> None:
+    """What each process does."""
+    from datasets import Dataset, IterableDataset
+
+    from kedge.records.errors import DataError
+
+    rows = PROMPTS[:12][int(os.environ["RANK"]) :: 2]
+    table = Dataset.from_list(rows)
+    longer = Dataset.from_list(rows * 2 if os.environ["RANK"] == "0" else rows)
+    stream: IterableDataset = table.to_iterable_dataset()
+    options = {"output_dir": folder, "per_device_train_batch_size": 2, "max_steps": 1}
+    options["total_episodes"] = None
+    said = []
+    for given in (
+        {"train_dataset": table},
+        {"train_dataset": longer},
+        {"train_dataset": stream},
+        {"eval_dataset": table, "eval_strategy": "steps"},
+    ):
+        with pytest.raises(DataError) as error:
+            small(**options, **given)
+        said.append(str(error.value).partition(" which")[0])
+    leave(said, out)
+
+
+@pytest.mark.slow
+def test_ranks_with_their_own_shards_are_refused(tmp_path: Path) -> None:
+    said = launch(tmp_path, 2, job=refuse_own_shards)
+    names = ["train_dataset"] * 3 + ["eval_dataset"]
+    assert said == [f"{name} differs between the 2 processes," for name in names]
+
+
 if __name__ == "__main__":
     globals()[sys.argv[3]](*sys.argv[1:3])

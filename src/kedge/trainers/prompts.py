@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 
 from kedge.config.base import OnPolicyConfig
@@ -65,6 +66,7 @@ def build_prompts(
         data_collator=collator,
         **prompt_options(args, accelerator),
     )
+    _check_same(prompts, "train_dataset", accelerator)
     return prompts, draft if stream else compute_batch_sizes(**options, dataset_rows=len(prompts))
 
 
@@ -100,11 +102,22 @@ def build_eval_sets(
             shuffle=False,
             **prompt_options(args, accelerator),
         )
+        _check_same(source, "eval_dataset", accelerator)
         batches = math.ceil(len(source) / per_batch)
         sets.append(
             EvalSet(prefix=prefix, source=source, batches=batches, rows=len(source) * completions)
         )
     return sets
+
+
+def _check_same(prompts: DatasetPrompts, name: str, accelerator: Accelerator) -> None:
+    """Every rank takes its rows of the same prompts; of its own shard it would skip the others'."""
+    ranks = accelerator.num_processes
+    if ranks > 1 and len(set(gather_object([prompts.fingerprint()]))) > 1:
+        raise DataError(
+            f"{name} differs between the {ranks} processes, which each train on their part of every"
+            " batch; pass the whole dataset, in the same order, to all of them"
+        )
 
 
 def check_prompts(
