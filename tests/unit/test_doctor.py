@@ -11,6 +11,7 @@ import base64
 import gzip
 import inspect
 import json
+import math
 import re
 import shutil
 from dataclasses import fields, replace
@@ -22,6 +23,7 @@ import torch
 
 from kedge import GRPOConfig, PPOConfig
 from kedge.cli.main import main
+from kedge.ext.report.command import difference
 from kedge.ext.report.doctor import RULES, examine, live_findings
 from kedge.ext.report.report import episodes, gather, meaning, page, story, vocabulary
 from kedge.loop.metrics import NAMES, PREFIXES
@@ -149,7 +151,7 @@ def test_a_fall_after_noise_was_scaled_up_is_named() -> None:
     raw = [0.3, 0.3, 0.2, 0.05, 0.02, 0.3, 0.1, 0.1, 0.1, 0.1]
     made = {"objective__scores": scores, "val__raw_advantage_std": raw}
     found = examine(log(**made, val__advantage_std=[1.0] * 10))
-    assert [finding.rule for finding in found] == ["fell after it was solved"]
+    assert [finding.rule for finding in found] == ["the score fell after a large step"]
     assert "from a deviation of 0.02, 15 times as much" in found[0].seen
     unscaled = made | {"val__advantage_std": [x / 0.3 for x in raw]}
     assert rules(log(**unscaled)) == []
@@ -361,6 +363,23 @@ def test_runs_are_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert re.search(r"\d -> -?\d\.\d+ \(-?\d\.\d+ \.\. \d\.\d+\)", out), out
     for metric in ("objective/scores", "policy/entropy_avg", "completions/mean_length"):
         assert metric in out  # whole, in 80 columns
+
+
+def test_differences_have_intervals_by_hand() -> None:
+    def runs(ends: list[float], seeds: list[int]) -> list[RunLog]:
+        pairs = zip(ends, seeds, strict=True)
+        return [RunLog("x", [{"score": end}], {"seed": seed}) for end, seed in pairs]
+
+    # Equal seeds, in another order: differences 1, 2, 3, so 2 ± 4.303 / 3**0.5.
+    base = runs([10, 20, 30], [0, 1, 2])
+    text = difference(runs([33, 11, 22], [2, 0, 1]), base, "score")
+    assert text == "+2 ± 2.5 (3 pairs with equal seeds)"
+    # Other seeds, Welch: variances 2 and 8 of two runs each, so the error is 5**0.5 with
+    # 25 / (1 + 16) degrees of freedom, rounded down to 1: 12.706 * 5**0.5.
+    text = difference(runs([3, 1], [5, 6]), runs([0, 4], [0, 1]), "score")
+    assert text == "+0 ± 28 (2 and 2 runs)"
+    assert difference(runs([3], [0]), base, "score") is None
+    assert difference(runs([3, math.nan], [0, 1]), base, "score") is None
 
 
 def test_what_cannot_be_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev, variance
 
 from kedge.cli.flags import Flags, print_table
 from kedge.ext.report.doctor import MIN_ROWS, examine, open_question
@@ -20,7 +22,8 @@ RELOAD = 15  # seconds between two versions of a live page
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 COMPARE = """\
 RUN is the output_dir of a run, or its metrics.jsonl.  NAME=RUN,RUN,... groups runs, for example
-several seeds: the line is their mean, the band their range.
+several seeds: the line is their mean, the band their range.  The difference between each group
+and the first has an interval, paired by seed if both groups have the same seeds.
 example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --output both.png"""
 DOCTOR = """\
 Prints what is wrong with runs, the numbers that say so, and what to try.  The exit code is 1 if
@@ -88,6 +91,50 @@ def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
             cells.append(f"{start[0]:.3g} -> {end[0]:.3g}{spread}" if start and end else "-")
         rows.append(cells)
     print_table("first fifth -> last fifth of each run", rows, head)
+    (first, base), *others = kinds.items()
+    found = [
+        (f"{name} - {first}", metric, text)
+        for metric in metrics
+        for name, runs in others
+        if (text := difference(runs, base, metric))
+    ]
+    if found:
+        print_table("difference of the last fifths, with the 95% interval over runs", found)
+    elif others:
+        print("kedge: name several seeds (NAME=RUN,RUN,...) to compare a difference with chance")
+
+
+# Student's t for a two-sided 95% interval, by degrees of freedom from 1 to 30.
+T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160),
+    *(2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056),
+    *(2.052, 2.048, 2.045, 2.042),
+)
+
+
+def difference(runs: Sequence[RunLog], base: Sequence[RunLog], metric: str) -> str | None:
+    """Mean difference with its t interval: paired if both have the same seeds, else Welch's.
+
+    None if either group has fewer than two runs with the metric.
+    """
+    a, b = (
+        [(run.options.get("seed"), x) for run in group if math.isfinite(x := run.last(metric))]
+        for group in (runs, base)
+    )
+    if min(len(a), len(b)) < 2:
+        return None
+    by_seed, base_by_seed = dict(a), dict(b)
+    if len(a) == len(b) == len(by_seed) and by_seed.keys() == base_by_seed.keys():
+        pairs = [x - base_by_seed[seed] for seed, x in a]
+        error, freedom = stdev(pairs) / len(pairs) ** 0.5, len(pairs) - 1.0
+        counted = f"{len(pairs)} pairs with equal seeds"
+    else:
+        parts = [(variance(x for _, x in group) / len(group), len(group) - 1) for group in (a, b)]
+        error = sum(part for part, _ in parts) ** 0.5
+        freedom = error**4 / sum(part**2 / free for part, free in parts) if error else 1.0
+        counted = f"{len(a)} and {len(b)} runs"
+    half = T_95[min(int(freedom), len(T_95)) - 1] * error
+    return f"{fmean(x for _, x in a) - fmean(x for _, x in b):+.3g} ± {half:.2g} ({counted})"
 
 
 def doctor(argv: list[str]) -> int:

@@ -222,7 +222,7 @@ def the_KL_is_negative(log: RunLog) -> str | None:
 
 
 @rule
-def fell_after_it_was_solved(log: RunLog) -> str | None:
+def the_score_fell_after_a_large_step(log: RunLog) -> str | None:
     """If advantages were scaled up, set whiten_advantages=False or kl_coef above 0; if an iteration
     moved the policy far, lower learning_rate or take fewer optimizer steps; or stop when solved.
     """
@@ -453,7 +453,7 @@ def environments_are_slower_than_the_model(log: RunLog) -> str | None:
 
 SEVERE = (
     dead_reward,
-    fell_after_it_was_solved,
+    the_score_fell_after_a_large_step,
     the_policy_runs_away_from_the_reference,
     entropy_collapses,
     the_score_falls,
