@@ -432,11 +432,12 @@ def test_a_trainer_says_it_once(caplog, monkeypatch):
 
 
 def test_the_first_iteration_is_reported_whatever_is_logged(tmp_path, capsys, caplog):
-    rate = {"learning_rate": 0.3, "num_ppo_epochs": 4, "save_strategy": "steps", "save_steps": 3}
+    rate = {"learning_rate": 0.3, "num_ppo_epochs": 4, "save_strategy": "steps", "save_steps": 4}
     options = {"output_dir": str(tmp_path), "total_episodes": 12, "logging_steps": 10} | rate
     small(**options).train()
     lines = capsys.readouterr().out.splitlines()
-    assert "kedge: preflight passed; 3 iterations of 4 responses, 4 optimizer steps each" in lines
+    sizes = "kedge: preflight passed; 3 iterations of 4 responses, 4 optimizer steps each"
+    assert f"{sizes}; no checkpoint before the end (save_steps=4)" in lines
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "3/3"]
     (warning,) = [r.getMessage() for r in caplog.records if "first iteration" in r.getMessage()]
     assert int(warning.split("clipped ")[1].split("%")[0]) >= 25

@@ -64,7 +64,8 @@ def check_source(source: str, what: str, kind: str = "model") -> None:
         return
     if (problem := _hub_problem()) and not cached.is_dir():
         raise ConfigError(
-            f"{shown}there is no folder {source} here, and the hub cannot be reached ({problem})"
+            f"{shown}there is no folder {source} here, and the hub cannot be reached ({problem});"
+            f" pass a folder with the {kind}, or set HF_ENDPOINT to a mirror"
         )
     if problem:
         _note_retries(problem)

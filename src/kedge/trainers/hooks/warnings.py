@@ -62,9 +62,11 @@ class Warnings(RunParts, Hook):
             sizes = self.engine.batch_sizes
             passed = reward_output.valid.any() and not problems
             count, steps = sizes.iterations, sizes.optimizer_steps_per_iteration
+            late = self.args.save_strategy == "steps" and self.state.save_steps > count
             self.screen.note(
                 f"{'preflight passed; ' * bool(passed)}{count} iteration{'s' * (count != 1)} of"
                 f" {sizes.batch_size} responses, {steps} optimizer step{'s' * (steps != 1)} each"
+                f"{f'; no checkpoint before the end (save_steps={self.args.save_steps})' * late}"
             )
 
     def on_step_end(self, report: StepReport) -> None:
