@@ -81,7 +81,8 @@ def test_two_simulators_agree_and_the_page_has_the_figures_of_the_first() -> Non
     case = ("engines", "sigma", "load", "in_flight", "max_lag")
     first = {tuple(row[name] for name in case): row for row in recorded}
     tables = {
-        sigma: read("records/scheduling.md").split(f"Sigma {sigma}:")[1] for sigma in (0.985, 0.5)
+        sigma: read("records/scheduling.md").split(f"a sigma of {sigma}:")[1]
+        for sigma in (0.985, 0.5)
     }
     for row in json.loads((results / "dispatch_check.json").read_text()):
         want = first[tuple(row[name] for name in case)]
