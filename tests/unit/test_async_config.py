@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kedge import AsyncPPOConfig
-from kedge.cli.arguments import ModelArguments, ScriptArguments
+from kedge.cli.options import ModelArguments, ScriptArguments
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.open_instruct import command as async_ppo

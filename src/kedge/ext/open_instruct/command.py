@@ -14,8 +14,9 @@ import yaml
 
 from kedge.checkpoint.checkpoint import checkpoints
 from kedge.cli import ppo
-from kedge.cli.arguments import Options, parse
+from kedge.cli.arguments import parse
 from kedge.cli.data import load_mixture, load_prompts, note
+from kedge.cli.options import ModelPaths, Options, model_names
 from kedge.config.rollout_engines import find_engine
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.models.load import configuration_source
@@ -156,7 +157,7 @@ def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     return tokenizer
 
 
-def load_run_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
+def load_run_tokenizer(options: Options, names: ModelPaths) -> Any:
     """The tokenizer, with the chat template that the options name."""
     config = options.config
     name = config.tokenizer_name_or_path or names.tokenizer
@@ -247,7 +248,7 @@ def learn(options: Options) -> Any:
         if config.wandb_entity is not None:
             os.environ.setdefault("WANDB_ENTITY", config.wandb_entity)
     options = _at_revision(options)
-    names = ppo.model_names(options)
+    names = model_names(options)
     train, test = load_rows(options)
     return ppo.train(
         options,
