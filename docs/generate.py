@@ -309,12 +309,15 @@ def _table_reference(
 
 def command_flags() -> str:
     """The flags and help texts of the commands that train, as JSON; at 80 columns."""
-    flags, texts = {}, {}
+    flags, texts, nullable = {}, {}, {}
     for command in TRAINERS:
         texts[command] = {"first": _help(command), "all": _help(command, "all")}
         full = parser(command)
-        flags[command] = quick.describe(full, full.nullable)
+        flags[command], nullable[command] = quick.describe(full), sorted(full.nullable)
     found = {"transformers": transformers.__version__, "help": texts, "flags": flags}
+    own = {f.name: default_of(f) for f in fields(OnPolicyConfig) if f.init}
+    theirs = [f.name for f in fields(TrainingArguments) if f.init]
+    found |= {"nullable": nullable, "inherited": {name: own[name] for name in theirs}}
     every = [*TRAINERS, "async-ppo"]
     found["options"] = {name: sorted({a.dest for a in parser(name)._actions}) for name in every}
     return json.dumps(found, ensure_ascii=False).replace("}], [[", "}],\n[[") + "\n"

@@ -19,8 +19,8 @@ from model import load, save_untrained
 
 from kedge import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RLOOConfig, RLOOTrainer
 from kedge.cli.generate import generate_completions
+from kedge.config.algorithms import RECIPES
 from kedge.config.common import EnvironmentArguments
-from kedge.config.ppo import RECIPES
 from kedge.environments.games import Calculator, TextWorld
 from kedge.environments.success import measure_success
 from kedge.ext.before_rl import sft_command as sft

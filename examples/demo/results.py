@@ -15,6 +15,7 @@ from kedge.cli.flags import print_table
 from kedge.ext.judge.judges import WORTH
 from kedge.math.intervals import share_interval
 from kedge.output import write_jsonl
+from kedge.reporting.base import format_duration
 from kedge.reporting.log import read_log, read_objects
 
 JUDGMENTS = ("judged-sft", "judged-ppo", "ppo-against-sft")
@@ -84,8 +85,8 @@ def show_result(summary: dict[str, float], folder: Path) -> None:
     ]
     print_table("result", rows, ("", "supervised", "PPO"))
     console.print(
-        f"{summary['seconds']:.0f} seconds. Models, curves and completions are in {folder};"
-        f" `kedge report {folder}/ppo` writes a report page of the run."
+        f"The run took {format_duration(summary['seconds'])}. Models, curves and completions are in"
+        f" {folder}; `kedge report {folder}/ppo` writes a report page of the run."
     )
 
 

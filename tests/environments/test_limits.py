@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kedge import GRPOConfig, GRPOTrainer
-from kedge.config.ppo import RECIPES
+from kedge.config.algorithms import RECIPES
 from kedge.environments import Response
 from kedge.environments.episode import ENDINGS
 from kedge.records.errors import CheckpointError, ConfigError, RolloutError

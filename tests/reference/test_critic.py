@@ -12,7 +12,7 @@ from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig
 from kedge.algorithms import ppo
 from kedge.algorithms.transforms import divide_by_length
 from kedge.cli.arguments import parse
-from kedge.config.ppo import RECIPES
+from kedge.config.algorithms import RECIPES
 from kedge.learner.reference import frozen_copy
 from kedge.loop.control import StepControl
 from kedge.loop.stages import EpochPlan, make_experience, optimize

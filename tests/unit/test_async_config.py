@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kedge import AsyncPPOConfig
-from kedge.cli.arguments import ModelArguments, ScriptArguments
+from kedge.cli.options import ModelArguments, ScriptArguments
 from kedge.config.declare import default_of
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.ext.open_instruct import command as async_ppo
@@ -131,6 +134,20 @@ def test_options_of_vllm_reach_it_or_are_said_to_be_unread(
     }
     assert small(**given).vllm_engine_args is None
     assert "enforce_eager, gpu_memory_utilization: no effect" in caplog.text
+
+
+def test_a_run_that_a_finding_ended_exits_with_1_on_ray_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = import_module("kedge.ext.ray.launch")
+    monkeypatch.setattr(module, "launch", lambda job, **how: pickle.loads(pickle.dumps(job))())
+    flags = ["--rollout_engine", "embedded", "--use_cpu", "--actor_num_gpus_per_node", "2"]
+    for finding, code in (("entropy-collapse", 1), (None, 0)):
+        trainer = SimpleNamespace(stopped_by=finding)
+        monkeypatch.setattr(async_ppo, "learn", lambda options, trainer=trainer: trainer)
+        assert async_ppo.main([*flags, "--output_dir", "out"]) == code
+        assert ("the trained model is in out" in capsys.readouterr().err) == (finding is None)
 
 
 # -- data -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from kedge import (
     algorithms,
 )
 from kedge.algorithms import Algorithm, ppo, reinforce_pp
-from kedge.config.ppo import RECIPES
+from kedge.config.algorithms import RECIPES
 from kedge.config.rollout_engines import EMBEDDED, RolloutArguments
 from kedge.ext.ray.specs import ENGINES
 from kedge.ext.vllm.specs import IN_PROCESS, REMOTE, SERVERS

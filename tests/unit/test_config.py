@@ -20,7 +20,7 @@ from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
 
 from kedge import AsyncPPOConfig, GRPOConfig, PPOConfig, RLOOConfig
-from kedge.cli.arguments import ModelArguments, ScriptArguments
+from kedge.cli.options import ModelArguments, ScriptArguments
 from kedge.config.declare import NoEffect, Unsupported, format_value, status
 from kedge.config.dialect import Alias
 from kedge.config.rollout_engines import assume_all_packages

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from kedge import GRPOConfig, RLOOConfig
+from kedge.config.algorithms import reward_bounds
 from kedge.config.ppo import PPOConfig
-from kedge.config.rloo import reward_bounds
 from kedge.ext.trl import options as trl
 from kedge.ext.trl import v0_17
 from kedge.models.compatibility import check_length

@@ -15,7 +15,7 @@ from benchmarks import policy_versions
 from kedge import AsyncPPOConfig
 from kedge.cli.arguments import parse
 from kedge.cli.main import main
-from kedge.config.ppo import RECIPES as OF_CONFIGS
+from kedge.config.algorithms import RECIPES as OF_CONFIGS
 from kedge.ext.before_rl.init_command import RECIPES, SIZES, SOURCES, render, settings
 from kedge.ext.cpu import matmul
 from kedge.ext.plan.command import human, optimizer_bytes, peaks, plan, short

@@ -38,32 +38,38 @@ ENVIRONMENT = [field.name for field in fields(EnvironmentArguments)]
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = Flags("kedge generate", "Sample completions of prompts, or play episodes.", EPILOG)
-    flags.add_argument("model", help="folder or hub name")
-    flags.add_argument("prompts", nargs="?", help="dataset with a column prompt")
-    flags.add_argument("--output", default="completions.jsonl", help=".jsonl or .csv")
-    flags.add_argument("--prompt_column", help="column of the prompts, if it is not called prompt")
-    flags.add_argument("--split", default="test", help="which split of a dataset that has several")
-    flags.add_argument("--limit", type=int, help="use only the first N prompts")
-    flags.add_argument("--num_generations", type=int, default=1, help="completions per prompt")
-    flags.add_argument("--batch_size", type=int, default=BATCH, help="completions at a time")
+    flags.add_argument("model", help="The folder or hub name of the model.")
+    flags.add_argument("prompts", nargs="?", help="A dataset with a column prompt.")
+    flags.add_argument("--output", default="completions.jsonl", help="A .jsonl or .csv file.")
+    flags.add_argument("--prompt_column", help="The column of the prompts, if not prompt.")
+    flags.add_argument("--split", default="test", help="The split to read, if there are several.")
+    flags.add_argument("--limit", type=int, help="Use only this many prompts.")
+    flags.add_argument(
+        "--num_generations", type=int, default=1, help="How many completions a prompt gets."
+    )
+    flags.add_argument("--batch_size", type=int, default=BATCH, help="Completions at a time.")
     flags.add_argument(
         *("--max_new_tokens", "--response_length"),
         type=int,
-        help="tokens of a completion (53), or of an episode after its prompt",
+        help="The most tokens of a completion (53 if unset), or of an episode after its prompt.",
     )
-    flags.add_argument("--temperature", type=float, default=0.01, help="0 is greedy")
-    flags.add_argument("--top_k", type=int, default=0, help="most likely tokens; 0: all")
-    flags.add_argument("--top_p", type=float, default=1.0, help="their probability; 1: all")
-    flags.add_argument("--max_prompt_length", type=int, help="tokens; longer prompts are dropped")
-    flags.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--temperature", type=float, default=0.01, help="Sampling is greedy at 0.")
+    flags.add_argument("--top_k", type=int, default=0, help="Draw among this many tokens; 0: all.")
+    flags.add_argument(
+        "--top_p", type=float, default=1.0, help="Draw up to this probability; 1: all."
+    )
+    flags.add_argument("--max_prompt_length", type=int, help="Drop prompts with more tokens.")
+    flags.add_argument(
+        "--engine", choices=("embedded", "vllm"), default="embedded", help="What samples."
+    )
+    flags.add_argument("--seed", type=int, default=0, help="The seed of sampling.")
     group = flags.add_argument_group("episodes")
-    group.add_argument("--episodes", type=int, help="seeds; one per prompt, or 200 without PROMPTS")
+    group.add_argument("--episodes", type=int, help="How many to play: one per prompt, or 200.")
     group.add_argument(
         "--success_score",
         type=float,
         default=1.0,
-        help="score of a success, for environments without a metric success",
+        help="From which score an episode is a success, if there is no metric success.",
     )
     hints = get_type_hints(EnvironmentArguments)
     for field in fields(EnvironmentArguments):  # environments have the same options in training

@@ -7,8 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import BitsAndBytesConfig
-
 from kedge.config.declare import Count, option
 from kedge.records.errors import ConfigError, install_command
 
@@ -95,8 +93,10 @@ def get_peft_config(model_args: ModelConfig) -> Any:
     return LoraConfig(**{name: x for name, x in settings.items() if x is not None})
 
 
-def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
-    """Quantization of the base weights; None without 8 or 4 bits."""
+def get_quantization_config(model_args: ModelConfig) -> Any:
+    """The ``BitsAndBytesConfig`` of the base weights; None without 8 or 4 bits."""
+    from transformers import BitsAndBytesConfig
+
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     if not model_args.load_in_4bit:

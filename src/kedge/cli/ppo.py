@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kedge.cli.arguments import ModelArguments, Options, parse
+from kedge.cli.arguments import parse
 from kedge.cli.arguments import parser as build_parser
 from kedge.cli.data import load_prompts, note
 from kedge.cli.model_arguments import get_peft_config, get_quantization_config
-from kedge.config.declare import format_value, read_mapping
+from kedge.cli.options import ModelArguments, ModelPaths, Options, algorithm_kwargs, model_names
+from kedge.config.declare import read_mapping
 from kedge.output import check_targets, lock_output_dir
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
@@ -98,6 +98,11 @@ def build(
     script, config, model = options.script, options.config, options.model
     names = model_names(options)
     names.check()
+    if names.reward is not None and "reward_model_path" not in options.given:
+        note(
+            "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
+            f" initialized head on {names.policy}"
+        )
     algorithm = load_algorithm(script.algorithm, script.algorithm_kwargs)
     if new_run and config.output_dir:  # fail before loading for minutes, not after
         earlier_run(Path(config.output_dir), overwrite=config.overwrite_output_dir)
@@ -136,83 +141,6 @@ def build(
     )
 
 
-# -- models and rewards by name --------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelPaths:
-    """Folders or hub names; ``reward`` is None if only reward functions score."""
-
-    policy: str
-    tokenizer: str
-    reward: str | None
-
-    def check(self) -> None:
-        """Check that each can be found, before anything is loaded."""
-        from kedge.models.load import check_source
-
-        for name in filter(None, (self.policy, self.tokenizer, self.reward)):
-            check_source(name, "the model")
-
-
-def model_names(options: Options) -> ModelPaths:
-    """Find the folders or hub names of policy, tokenizer and reward model.
-
-    The policy is ``sft_model_path`` if given, else ``model_name_or_path``.  With ``dummy_reward``
-    and no reward, a randomly initialized reward head on the policy stands in, to try a run.
-    """
-    given, config, script = options.given, options.config, options.script
-    main_name, value_name = options.model.model_name_or_path, script.value_model_path
-    if not find_trainer(config).SPEC.value_model:
-        if script.algorithm == "ppo":
-            raise ConfigError("--algorithm ppo needs a value model; use the command kedge ppo")
-        if value_name:
-            raise ConfigError(
-                f"--value_model_path {value_name}: this algorithm has no value model; remove the"
-                " flag, or use kedge ppo"
-            )
-    policy = config.sft_model_path if "sft_model_path" in given else main_name
-    if policy is None:
-        raise ConfigError("--model_name_or_path is required: a folder or a hub name")
-    tokenizer = script.base_model or main_name or policy
-    reward = find_reward(options, policy)
-    return ModelPaths(policy=policy, tokenizer=tokenizer, reward=reward)
-
-
-# Loss weight -> the flag without which it has no effect.
-_NEEDS = {
-    "verification_reward": "apply_verifiable_reward",
-    "r1_style_format_reward": "add_r1_style_format_reward",
-}
-
-
-def find_reward(options: Options, policy: str) -> str | None:
-    """The name of the reward model; None if reward functions or an environment score alone."""
-    given, script, config = options.given, options.script, options.config
-    for amount, switch in _NEEDS.items():
-        if amount in given and not getattr(script, switch):
-            raise ConfigError(f"--{amount} needs --{switch}; add it")
-    if script.reward_model_multiplier != 1 and "reward_model_path" not in given:
-        raise ConfigError("--reward_model_multiplier needs --reward_model_path; add it")
-    if "reward_model_path" in given and script.reward_model_multiplier:
-        return config.reward_model_path
-    others = [script.reward_funcs, *(getattr(script, switch) for switch in _NEEDS.values())]
-    if any((*others, config.environment, config.reward_adapter)):
-        return None
-    if not script.dummy_reward or "reward_model_path" in given:
-        model = "reward_model_path" in given
-        left_out = " (--reward_model_multiplier 0 leaves out the model)" if model else ""
-        raise ConfigError(
-            f"no reward is given{left_out}: add --reward_model_path, --reward_funcs"
-            " file.py:function, or --dummy_reward to try a run with a random one"
-        )
-    note(
-        "no --reward_model_path or --reward_funcs given: using a dummy reward, a randomly"
-        f" initialized head on {policy}"
-    )
-    return policy
-
-
 def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[float] | None]:
     """Reward functions, and weights of all sources, a model first; None: those of the config."""
     from kedge.verifiers import by_column, r1_style_format
@@ -232,15 +160,7 @@ def build_rewards(options: Options, *, model: bool) -> tuple[list[Any], list[flo
     if script.add_r1_style_format_reward:
         functions.append(r1_style_format)
         weights.append(script.r1_style_format_reward)
-    flags = ("reward_model_multiplier", *_NEEDS, *_NEEDS.values())
-    amounts = [flag for flag in flags if flag in options.given]
-    if not amounts:
-        return functions, None
-    if options.config.reward_weights is not None:
-        raise ConfigError(
-            f"--reward_weights and --{amounts[0]} both set reward weights; remove --reward_weights"
-        )
-    return functions, weights
+    return functions, weights if options.reward_amounts() else None
 
 
 def load_tokenizer(name: str, options: ModelArguments, revision: str | None = None) -> Any:
@@ -287,19 +207,8 @@ def load_algorithm(spec: str | None, options: str | None = None) -> Any:
     from kedge.algorithms import reinforce_pp, remax
     from kedge.plugins import load_module
 
-    try:
-        kwargs = dict(json.loads(options or "{}"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"--algorithm_kwargs {format_value(options)} must be a JSON object, such as"
-            f' {{"beta": 0.1}}: {error}'
-        ) from error
+    kwargs = algorithm_kwargs(spec, options)
     if spec in (None, "ppo"):
-        if kwargs:
-            raise ConfigError(
-                f"--algorithm_kwargs {options} needs --algorithm; the command's default algorithm"
-                " is configured by flags"
-            )
         return None
     builtin = {
         "reinforce_pp": reinforce_pp,

@@ -14,11 +14,12 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_cuda_available
 
-from kedge.config import inherited
-from kedge.config.common import IN_FLIGHT_LAG, CommonArguments
+from kedge.config.common import CommonArguments
 from kedge.config.declare import (
+    JSONFile,
     check_fields,
     default_of,
     format_value,
@@ -28,19 +29,11 @@ from kedge.config.declare import (
     status,
     switch,
 )
-from kedge.config.rollout_engines import check_rollout
 from kedge.records.errors import ConfigError, OptionError
 from kedge.redaction import redact
 from kedge.suggestions import TRAINER_ARGUMENTS, hint
 
 Config = TypeVar("Config", bound="OnPolicyConfig")
-# Prefixes of options that need hooks in layers, or a switch before every evaluation.
-UNSUPPORTED_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "schedule_free")
-UNSUPPORTED_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-_NEED_END = (
-    *("missing_eos_penalty", "non_eos_penalty"),
-    *("mask_truncated_completions", "overlong_buffer"),
-)
 # What a resumed run may change: options of these sections, except _SAME, and others by name.
 _FREE_SECTIONS = {
     *("batch sizes and run length", "evaluation and logs", "checkpoints and hub", "process"),
@@ -69,9 +62,10 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
         ConfigError: a value or a combination that cannot work.
     """
 
-    STATUS: ClassVar[Mapping[str, Any]] = inherited.STATUS
-    TYPES: ClassVar[Mapping[str, Any]] = inherited.TYPES
-    length_option: ClassVar[str] = "response_length"  # its name in messages
+    TYPES: ClassVar[Mapping[str, Any]] = {
+        **CommonArguments.TYPES,
+        "accelerator_config": dict[str, Any] | JSONFile | AcceleratorConfig | None,
+    }
     CONVERTED: ClassVar[Sequence[str]] = ()  # options of a dialect that become other options
 
     # Fields of TrainingArguments with other defaults.
@@ -179,11 +173,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
 
     __repr__ = __str__
 
-    @property
-    def loss_kl_coef(self) -> float:
-        """Weight of the KL in the loss, in addition to ``kl_coef`` in the reward."""
-        return 0.0
-
     def checked(self: Config) -> Config:
         """A copy for a trainer, checked again: options may have been set since construction."""
         config = copy.copy(self)
@@ -215,13 +204,6 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
             and name not in _FREE
         }
 
-    def _check(self) -> None:
-        """Check values and combinations, on construction and when a trainer gets the config."""
-        _check_responses(self)
-        _check_schedule(self)
-        _check_learner(self)
-        check_rollout(self)
-
     def _resolve_precision(self) -> None:
         self.bf16_full_eval = self.fp16_full_eval = False  # no effect here, and rejected on CPUs
         has_bf16 = is_torch_bf16_gpu_available() and not self.use_cpu
@@ -233,13 +215,12 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
             raise ConfigError("fp16=True needs a CUDA device; set bf16=True or leave both unset")
 
     def _fill_defaults(self) -> None:
+        super()._fill_defaults()
         # Newer transformers call the option activation_checkpointing and warn about the old name.
         if getattr(self, "activation_checkpointing", False) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         if getattr(self, "activation_checkpointing_kwargs", False) is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
-        if self.max_lag is None:
-            self.max_lag = IN_FLIGHT_LAG if self.in_flight_weight_updates else 0
         if self.report_to is None:
             self.report_to = "none"
         if self.run_name is None and self.exp_name != type(self).exp_name:
@@ -252,93 +233,3 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
 
 def _has_gpu() -> bool:
     return is_torch_cuda_available() or is_torch_bf16_gpu_available()
-
-
-def _check_responses(c: Any) -> None:
-    check_end(c, has_eos=True)  # the tokenizer is only known later
-    if c.min_new_tokens > c.response_length:
-        raise ConfigError(
-            f"min_new_tokens={c.min_new_tokens} must be at most response_length={c.response_length}"
-        )
-    if c.non_eos_penalty and c.missing_eos_penalty is not None:
-        raise ConfigError(
-            "non_eos_penalty=True replaces the score, but"
-            f" missing_eos_penalty={c.missing_eos_penalty} is subtracted from it; set one of them"
-        )
-    if c.on_reward_error == "score" and c.reward_error_score is None:
-        raise ConfigError("on_reward_error='score' needs reward_error_score, the score to give")
-    if c.adaptive_kl and c.kl_coef == 0:
-        raise ConfigError(
-            "adaptive_kl=True multiplies kl_coef, so kl_coef=0 would stay 0; set kl_coef=0.05"
-        )
-    if c.ref_adapter_name is not None and c.ref_adapter_name == c.model_adapter_name:
-        raise ConfigError(
-            f"ref_adapter_name and model_adapter_name are both {c.ref_adapter_name!r}, so the"
-            " reference would be the policy; name another adapter or leave ref_adapter_name unset"
-        )
-
-
-def check_end(config: Any, *, has_eos: bool) -> None:
-    """Refuse options that treat truncated responses differently if nothing ends a response."""
-    if config.stop_token_ids or config.stop_strings:
-        return
-    if config.stop_token is not None and has_eos:
-        return
-    reason = "neither the tokenizer nor the model's generation_config has an EOS token"
-    fix = "stop_token_ids or stop_strings"
-    if config.stop_token is None:
-        reason = "stop_token=None and no stop_token_ids or stop_strings are set"
-        fix = 'stop_token="eos"'
-    for name in _NEED_END:
-        if value := getattr(config, name, None):
-            raise ConfigError(
-                f"{name}={value!r} treats truncated responses differently, but nothing can end a"
-                f" response: {reason}. Set {fix}, or leave {name} out"
-            )
-
-
-def _check_schedule(c: Any) -> None:
-    if c.rollout_schedule == "in_order" and c.in_flight_weight_updates:
-        raise ConfigError(
-            'in_flight_weight_updates=True needs rollout_schedule="as_completed"; set it, or leave'
-            " in_flight_weight_updates out"
-        )
-    if c.sampler_correction == "mask_old" and not c.in_flight_weight_updates:
-        raise ConfigError(
-            "sampler_correction='mask_old' leaves out tokens older than max_lag, which only"
-            " in_flight_weight_updates=True samples; set it, or sampler_correction='truncate'"
-        )
-    if c.rollout_schedule == "as_completed" and c.max_lag == 0:
-        raise ConfigError(
-            'rollout_schedule="as_completed" trains on what is done while the rest is sampled,'
-            " but max_lag=0 does not sample during training; set max_lag=1 or more"
-        )
-    if c.replay_rollouts is None:
-        return
-    replay = f"replay_rollouts={format_value(c.replay_rollouts)}"
-    if c.max_lag > 0:
-        raise ConfigError(f"{replay} samples nothing: max_lag={c.max_lag} has no effect; set 0")
-    if not os.path.isdir(c.replay_rollouts):
-        raise ConfigError(f"{replay} is not a folder; give a folder written by save_rollouts")
-
-
-def _check_learner(c: Any) -> None:
-    optim = str(getattr(c.optim, "value", c.optim))
-    if optim.startswith(UNSUPPORTED_OPTIMIZERS):
-        raise ConfigError(
-            f"optim={optim!r} is not supported: it needs hooks in the layers or a switch around"
-            " every forward pass; use adamw_torch_fused, adamw_torch, adafactor, sgd, rmsprop,"
-            " adagrad or a bitsandbytes optimizer"
-        )
-    schedule = str(getattr(c.lr_scheduler_type, "value", c.lr_scheduler_type))
-    if schedule in UNSUPPORTED_SCHEDULES:
-        raise ConfigError(
-            f"lr_scheduler_type={schedule!r} is not supported: it needs a validation loss;"
-            " use linear, cosine or constant_with_warmup"
-        )
-    pairs = (c.optim_args or "name=value").split(",")
-    if any(pair.count("=") != 1 or pair.strip().startswith("=") for pair in pairs):
-        raise ConfigError(
-            f"optim_args={format_value(c.optim_args)} must be comma-separated name=value pairs,"
-            " such as 'momentum=0.9'"
-        )

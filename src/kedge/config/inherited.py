@@ -6,7 +6,6 @@ import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Interval
-from transformers.trainer_pt_utils import AcceleratorConfig
 
 from kedge.config.declare import (
     MOST,
@@ -47,7 +46,6 @@ TYPES: dict[str, Any] = {
     "deepspeed": dict[str, Any] | Text | None,
     "ddp_timeout": Annotated[int, Interval(ge=1, le=SECONDS)],
     "fsdp": bool | Literal[""] | str | list[str] | None,
-    "accelerator_config": dict[str, Any] | JSONFile | AcceleratorConfig | None,
     "resume_from_checkpoint": str | bool | None,
     "local_rank": Annotated[int, Ge(-1)],
 }
@@ -78,56 +76,41 @@ _NO_PREDICTIONS = (
     "evaluation samples responses and scores them with the reward; there are no predictions or"
     " labels to gather"
 )
+# Reason -> fields that are refused.
 _REFUSED = {
-    "optim_target_modules": "only GaLore and APOLLO read it, and they are not supported",
-    "average_tokens_across_devices": "every loss is normalized over the tokens of all ranks",
-    "label_smoothing_factor": "there are no labels",
-    "neftune_noise_alpha": "noise in the embeddings would make the probability ratio meaningless",
-    "length_column_name": "prompts are not grouped by length",
-    **dict.fromkeys(
-        (
-            *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object"),
-            *("include_for_metrics", "batch_eval_metrics", "label_names"),
-        ),
-        _NO_PREDICTIONS,
-    ),
+    "only GaLore and APOLLO read it, and they are not supported": "optim_target_modules",
+    "every loss is normalized over the tokens of all ranks": "average_tokens_across_devices",
+    "there are no labels": "label_smoothing_factor",
+    "noise in the embeddings would make the probability ratio meaningless": "neftune_noise_alpha",
+    "prompts are not grouped by length": "length_column_name",
+    _NO_PREDICTIONS: """prediction_loss_only eval_do_concat_batches eval_use_gather_object
+        include_for_metrics batch_eval_metrics label_names""",
 }
+# Reason -> fields without effect.
 _IGNORED = {
-    **dict.fromkeys(
-        ("bf16_full_eval", "fp16_full_eval"), "evaluation runs at the precision of training"
+    "evaluation runs at the precision of training": "bf16_full_eval fp16_full_eval",
+    "log-probabilities already come from a kernel that never materializes the logits": (
+        "use_liger_kernel liger_kernel_config"
     ),
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config"),
-        "log-probabilities already come from a kernel that never materializes the logits",
+    "sampling always has a KV cache, and training passes need none": "use_cache",
+    "non-finite values are logged as they are": "logging_nan_inf_filter",
+    "evaluation gathers scores, not predictions": "eval_accumulation_steps",
+    "rank 0 writes each checkpoint once; put output_dir on a file system that all nodes share": (
+        "save_on_each_node"
     ),
-    "use_cache": "sampling always has a KV cache, and training passes need none",
-    "logging_nan_inf_filter": "non-finite values are logged as they are",
-    "eval_accumulation_steps": "evaluation gathers scores, not predictions",
-    "save_on_each_node": "rank 0 writes each checkpoint once; put output_dir on a file system that"
-    " all nodes share",
-    "hub_always_push": "training waits for every upload, so none is skipped",
-    "ignore_data_skip": "the order of prompts depends only on seed and iteration, so resuming is"
-    " exact",
-    **dict.fromkeys(
-        (
-            *("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers"),
-            *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-            "dataloader_in_order",
-        ),
-        _LOADER,
+    "training waits for every upload, so none is skipped": "hub_always_push",
+    "the order of prompts depends only on seed and iteration, so resuming is exact": (
+        "ignore_data_skip"
     ),
-    **dict.fromkeys(
-        (
-            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
-            *("ddp_broadcast_buffers", "ddp_static_graph"),
-        ),
-        "gradients are summed once per optimizer step, without DistributedDataParallel",
-    ),
+    _LOADER: """dataloader_drop_last dataloader_num_workers dataloader_persistent_workers
+        dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order""",
+    "gradients are summed once per optimizer step, without DistributedDataParallel": """
+        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph""",
 }
 STATUS: dict[str, Any] = {
     **{name: section for section, names in _ACTING.items() for name in names.split()},
-    **{name: Unsupported(reason) for name, reason in _REFUSED.items()},
-    **{name: NoEffect(reason) for name, reason in _IGNORED.items()},
+    **{name: Unsupported(why) for why, names in _REFUSED.items() for name in names.split()},
+    **{name: NoEffect(why) for why, names in _IGNORED.items() for name in names.split()},
     "auto_find_batch_size": Unsupported(
         "the batch size cannot change during a run; `kedge plan ppo` estimates memory beforehand",
         way_out="lower per_device_train_batch_size and raise gradient_accumulation_steps",

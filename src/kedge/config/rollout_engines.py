@@ -73,14 +73,8 @@ class RolloutEngineSpec:
 
 
 # Options of `RolloutArguments` that engines read.
-VLLM_OPTIONS = (
-    *("vllm_engine_args", "vllm_tensor_parallel_size"),
-    *("vllm_sleep", "vllm_tolerance"),
-)
-WORKER_OPTIONS = (
-    *("worker_start_timeout", "worker_heartbeat"),
-    *("worker_timeout", "rollout_timeout"),
-)
+VLLM_OPTIONS = ("vllm_engine_args", "vllm_tensor_parallel_size", "vllm_sleep", "vllm_tolerance")
+WORKER_OPTIONS = ("worker_start_timeout", "worker_heartbeat", "worker_timeout", "rollout_timeout")
 RAY_OPTIONS = ("ray_address", "ray_wait_seconds")
 EMBEDDED = RolloutEngineSpec(
     build="kedge.rollout.embedded.engine:build_embedded", copies_weights=False

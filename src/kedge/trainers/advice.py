@@ -15,10 +15,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from kedge.config.algorithms import RECIPES, ValueArguments
 from kedge.config.base import OnPolicyConfig
 from kedge.config.declare import default_of
 from kedge.config.grpo import GRPOConfig
-from kedge.config.ppo import RECIPES, PPOConfig, ValueArguments
+from kedge.config.ppo import PPOConfig
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.loop import Engine
 from kedge.loop.stages import check_finite_outputs, make_experience, micro_batches

@@ -14,10 +14,11 @@ from accelerate import Accelerator
 from torch import nn
 
 from kedge.algorithms import Algorithm
-from kedge.config.base import OnPolicyConfig, check_end
-from kedge.config.common import EnvironmentArguments, GroupArguments
+from kedge.config.algorithms import ValueArguments
+from kedge.config.base import OnPolicyConfig
+from kedge.config.common import EnvironmentArguments, GroupArguments, check_end
 from kedge.config.declare import read_mapping
-from kedge.config.ppo import PPOConfig, ValueArguments
+from kedge.config.ppo import PPOConfig
 from kedge.config.rollout_engines import RolloutEngineSpec
 from kedge.learner.distributed import sharding_strategy
 from kedge.learner.models import ModelOptions

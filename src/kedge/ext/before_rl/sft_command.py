@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from kedge.cli.arguments import Parser, read
+from kedge.cli.arguments import Parser
 from kedge.cli.data import Splits, name_columns
 from kedge.cli.model_arguments import get_peft_config
+from kedge.cli.options import read
 from kedge.cli.ppo import load_policy, load_tokenizer, resume_point
 from kedge.config.declare import check_fields, option
 from kedge.ops.products import backend

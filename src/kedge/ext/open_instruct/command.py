@@ -14,8 +14,9 @@ import yaml
 
 from kedge.checkpoint.checkpoint import checkpoints
 from kedge.cli import ppo
-from kedge.cli.arguments import Options, parse
+from kedge.cli.arguments import parse
 from kedge.cli.data import load_mixture, load_prompts, note
+from kedge.cli.options import ModelPaths, Options, model_names
 from kedge.config.rollout_engines import find_engine
 from kedge.ext.open_instruct.config import AsyncPPOConfig
 from kedge.models.load import configuration_source
@@ -36,7 +37,7 @@ def main(argv: Sequence[str], *, prog: str = "kedge async-ppo") -> int:
         train, test = load_rows(options)
         note(f"{len(train)} prompts to train on, {0 if test is None else len(test)} to evaluate on")
     elif on_ray(config):
-        learn_on_ray(list(argv), options)
+        return learn_on_ray(list(argv), options)
     else:
         return int(learn(options).stopped_by is not None)
     return 0
@@ -156,7 +157,7 @@ def apply_template(tokenizer: Any, config: AsyncPPOConfig) -> Any:
     return tokenizer
 
 
-def load_run_tokenizer(options: Options, names: ppo.ModelPaths) -> Any:
+def load_run_tokenizer(options: Options, names: ModelPaths) -> Any:
     """The tokenizer, with the chat template that the options name."""
     config = options.config
     name = config.tokenizer_name_or_path or names.tokenizer
@@ -174,8 +175,8 @@ def on_ray(config: AsyncPPOConfig) -> bool:
     return not launched and (find_engine(config).actors or learners > 1)
 
 
-def learn_on_ray(argv: list[str], options: Options) -> None:
-    """Run ``learn`` on every rank and show its progress here."""
+def learn_on_ray(argv: list[str], options: Options) -> int:
+    """Run ``learn`` on every rank and show its progress here; returns 1 as ``learn_from``."""
     from kedge.ext.ray.launch import LaunchLimits, launch
     from kedge.reporting.trackers import ConsoleTracker
 
@@ -214,7 +215,7 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
     try:
         for failures in range(config.max_failures + 1):
             try:
-                start(partial(learn_from, argv, str(Path.cwd())))
+                stopped = start(partial(learn_from, argv, str(Path.cwd())))
                 break
             except LostLearnerError as error:
                 if failures == config.max_failures:
@@ -229,14 +230,19 @@ def learn_on_ray(argv: list[str], options: Options) -> None:
         raise
     finally:
         screen.close()
-    note(f"the trained model is in {config.output_dir}")
+    if not stopped:
+        note(f"the trained model is in {config.output_dir}")
+    return stopped
 
 
-def learn_from(argv: list[str], folder: str) -> None:
-    """Entry point of a rank: parse the flags in the launch folder, and train."""
+def learn_from(argv: list[str], folder: str) -> int:
+    """Entry point of a rank: parse the flags in the launch folder, and train.
+
+    Returns 1 if ``stop_on_finding`` ended the run, and else 0.
+    """
     if Path(folder).is_dir():
         os.chdir(folder)
-    learn(parse_options(argv))
+    return int(learn(parse_options(argv)).stopped_by is not None)
 
 
 def learn(options: Options) -> Any:
@@ -247,7 +253,7 @@ def learn(options: Options) -> Any:
         if config.wandb_entity is not None:
             os.environ.setdefault("WANDB_ENTITY", config.wandb_entity)
     options = _at_revision(options)
-    names = ppo.model_names(options)
+    names = model_names(options)
     train, test = load_rows(options)
     return ppo.train(
         options,

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 
 from kedge.algorithms import Algorithm
-from kedge.cli.arguments import Options, parser
+from kedge.cli.arguments import parser
 from kedge.cli.flags import Flags, print_table
 from kedge.cli.model_arguments import get_peft_config
-from kedge.cli.ppo import ModelPaths, build, load_algorithm, model_names
+from kedge.cli.options import ModelPaths, Options, model_names
+from kedge.cli.ppo import build, load_algorithm
 from kedge.config.base import OnPolicyConfig
 from kedge.config.rollout_engines import assume_all_packages
 from kedge.learner.models import value_start

@@ -23,10 +23,8 @@ from kedge.ext.ray import cluster
 from kedge.ext.ray.actor import Actor, LostActorError
 from kedge.ext.ray.cluster import HEALTH, ActorProcess
 from kedge.ext.ray.placement import Placement, place, plan_bundles
-from kedge.ext.vllm.weights import free_port
 from kedge.loop.shutdown import GracefulShutdown
 from kedge.records.errors import ConfigError, KedgeError, LaunchError, LostLearnerError
-from kedge.rollout.engines import start_all
 from kedge.rollout.liveness import RunningTime, WorkerLimits
 from kedge.trainers.launch import set_launch_context
 
@@ -222,6 +220,8 @@ class RankWorker:
 
     def free_port(self) -> int:
         """A free TCP port of this node."""
+        from kedge.ext.vllm.weights import free_port
+
         return free_port()
 
     def deliver(self, references: list[Any]) -> None:
@@ -301,6 +301,8 @@ class _LearnerGroup:
 
     def start(self) -> None:
         """Start all ranks."""
+        from kedge.rollout.engines import start_all  # needs torch
+
         self._mailbox = self._start_mailbox()
         self._ranks = start_all(
             [

@@ -5,18 +5,22 @@ Service     one vLLM: InProcess, or the client of a Server
 VLLMEngine  the rollout engine over a service: records in and out, and verified weight syncs
 """
 
-from kedge.ext.vllm.engine import Service, VLLMEngine
-from kedge.ext.vllm.inprocess import InProcess
-from kedge.ext.vllm.policy_template import PolicyTemplate
-from kedge.ext.vllm.requests import GenerationRequest, GenerationResult
-from kedge.ext.vllm.server import Server
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "GenerationRequest",
-    "GenerationResult",
-    "InProcess",
-    "PolicyTemplate",
-    "Server",
-    "Service",
-    "VLLMEngine",
-]
+_MODULES = {  # imported on first use: `specs`, which is read with every option, needs none of them
+    "GenerationRequest": "requests",
+    "GenerationResult": "requests",
+    "InProcess": "inprocess",
+    "PolicyTemplate": "policy_template",
+    "Server": "server",
+    "Service": "engine",
+    "VLLMEngine": "engine",
+}
+__all__ = [*_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
