@@ -109,7 +109,8 @@ def learn(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     base = folder / run["game"] / str(run["length"]) / str(run["seed"])
     start = base / "start.json"
     if not start.is_file():
-        sizes = Sizes(expert_episodes=max(400, 6000 // run["length"]))
+        # With 400 episodes, the policy for 20 moves never won.
+        sizes = Sizes(expert_episodes=1000 if run["length"] == 20 else 6000 // run["length"])
         supervise(task, base, sizes, run["seed"])
         start.write_text(json.dumps(evaluate(task, base / "sft", SIZES.evaluated, run["seed"])))
     curve = Curve()
