@@ -62,6 +62,7 @@ METHODS_OF_STUDY = list(RUN_BY)
 VARIANTS = {
     "PPO, no value warm-up": {"value_warmup_steps": 0},
     "PPO, value not trained": {"value_warmup_steps": 0, "value_learning_rate": 0.0},
+    "PPO, lambda by turn": {"lam": 0.95 ** (1 / 3)},  # as credit by turn: 0.95 for three tokens
 }
 for _name, _changed in VARIANTS.items():
     RUN_BY[_name] = (PPOTrainer, PPOConfig, COPY | BY_TOKENS | _changed)
