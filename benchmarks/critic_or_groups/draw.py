@@ -152,33 +152,17 @@ def against(
     return {"columns": ["equal", "ahead of", *titles(game, lengths)], "rows": rows}
 
 
-def variants(runs: Runs, game: str, length: int) -> dict[str, Any]:
-    """Table: what the critic of PPO does, seed by seed, beside the methods without one."""
-    names = ("PPO", *VARIANTS, *WITHOUT_CRITIC)
-    found = {
-        m: {
-            seed: fmean(run["rows"]["score"]) for seed, run in sorted(runs[game, length, m].items())
-        }
-        for m in names
-    }
+def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
+    """Table: what a trained value changes: the mean over training, and the worst seed after it."""
     rows = []
-    for m, by_seed in found.items():
-        ends = [run["end"]["success"] for run in runs[game, length, m].values()]
-        ahead = []
-        for other in ("PPO", "GRPO"):
-            mean, half = difference(by_seed, found[other])
-            ahead.append("" if m == other else f"{100 * mean:+.1f} ± {100 * half:.1f}")
-        seeds = ", ".join(f"{x:.1%}" for x in by_seed.values())
-        row = [m, f"{fmean(by_seed.values()):.1%} ({seeds})", *ahead]
-        rows.append([*row, f"{fmean(ends):.1%}, worst {min(ends):.1%}"])
-    columns = [
-        "",
-        "success in training, mean and each seed",
-        "ahead of PPO",
-        "of GRPO",
-        "on new seeds",
-    ]
-    return {"columns": columns, "rows": rows}
+    for method in ("PPO", *VARIANTS, *WITHOUT_CRITIC):
+        row = [method]
+        for length in lengths:
+            every = runs[game, length, method].values()
+            over = fmean(fmean(run["rows"]["score"]) for run in every)
+            row.append(f"{over:.1%}, {min(run['end']['success'] for run in every):.1%}")
+        rows.append(row)
+    return {"columns": ["", *titles(game, lengths)], "rows": rows}
 
 
 def rates(chosen: list[Run]) -> dict[str, Any]:
@@ -231,7 +215,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     for axes, length in zip(all_axes, lengths, strict=True):
-        for number, method in enumerate(METHODS):
+        for number, method in enumerate((*METHODS, NO_WARM_UP)):
             found = list(runs[game, length, method].values())
             size = 64 // int(found[0]["rows"]["episodes"][0])  # SAO's iterations have 16 episodes
             curves = [
@@ -250,7 +234,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
 
 
 def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
-    """How far PPO is ahead of each method without a critic, against the price of sampling."""
+    """How far PPO without value warm-up is ahead of each group method, by the price of sampling."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -262,9 +246,9 @@ def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
             points = []
             for price in PRICES:
                 found = areas(runs, game, length, cost(price))
-                points.append(difference(found["PPO"], found[other]))
+                points.append(difference(found[NO_WARM_UP], found[other]))
             means, halves = zip(*((100 * m, 100 * h) for m, h in points), strict=True)
-            axes.errorbar(PRICES, means, halves, capsize=3, label=f"PPO - {other}")
+            axes.errorbar(PRICES, means, halves, capsize=3, label=f"ahead of {other}")
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_xscale("log", base=4)
         axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="price of sampling / training")
@@ -283,14 +267,12 @@ def main() -> None:
     for game in GAMES:
         if lengths := lengths_of(runs, game):
             tables[f"success_{game}"] = success(runs, game, lengths)
-            tables[f"ppo_{game}"] = against(runs, game, lengths, measures, "PPO")
-            tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
             equal = {"episodes": episodes}
-            for critic, name in (("PPO, credit by turn", "turn"), ("SAO", "sao")):
+            for critic, name in (("PPO", "ppo"), ("PPO, credit by turn", "turn"), ("SAO", "sao")):
                 tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
-            for length in lengths:
-                if all((game, length, m) in runs for m in VARIANTS):
-                    tables[f"variants_{game}_{length}"] = variants(runs, game, length)
+            tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
+            if all((game, n, m) in runs for m in VARIANTS for n in lengths):
+                tables[f"worst_{game}"] = worst(runs, game, lengths)
             draw_curves(runs, game, lengths)
             draw_prices(runs, game, lengths)
     every = [*chosen, *(run for by_seed in runs.values() for run in by_seed.values())]
