@@ -33,18 +33,20 @@ from kedge import PPOConfig, PPOTrainer
 from kedge.algorithms import reinforce_pp
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "agent"))
-from agent import BY_TOKENS, MASKED, METHODS, SAO, VALUE, Sizes, Task, evaluate, supervise, train
+from agent import BY_TOKENS, MASKED, METHODS, SAO, TASKS, VALUE, Sizes, Task  # isort: skip
+from agent import evaluate, supervise, train  # isort: skip
 
 from benchmarks.critic_or_groups.games import GAMES, turns
 
 RECORDS = Path(__file__).parents[1] / "records" / "critic_or_groups"
 LENGTHS = (2, 5, 10, 20)
+TEXT_WORLD, ABOUT = "text-world", 11  # turns of an episode, about
 # Share of arbitrary actions of the expert: a third of its episodes succeed, to the nearest 0.05.
 NOISE = {
     "gates": dict(zip(LENGTHS, (0.7, 0.6, 0.5, 0.45), strict=True)),
     "lake": dict(zip(LENGTHS, (0.6, 0.4, 0.3, 0.15), strict=True)),
 }
-TUNING_SEED, CHOSEN_AT, RATES = 100, (5, 10), (2.5e-4, 5e-4, 1e-3)
+TUNING_SEED, CHOSEN_AT, RATES = 100, (5, 10, ABOUT), (2.5e-4, 5e-4, 1e-3)
 SIZES = Sizes(iterations=20, evaluated=500)
 COPY = VALUE | {"value_source": "copy"}
 RUN_BY: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -60,6 +62,7 @@ METHODS_OF_STUDY = list(RUN_BY)
 VARIANTS = {
     "PPO, no value warm-up": {"value_warmup_steps": 0},
     "PPO, value not trained": {"value_warmup_steps": 0, "value_learning_rate": 0.0},
+    "PPO, lambda by turn": {"lam": 0.95 ** (1 / 3)},  # as credit by turn: 0.95 for three tokens
 }
 for _name, _changed in VARIANTS.items():
     RUN_BY[_name] = (PPOTrainer, PPOConfig, COPY | BY_TOKENS | _changed)
@@ -98,6 +101,8 @@ class Curve(TrainerCallback):
 
 def make_task(game: str, length: int) -> Task:
     """A game of one length, with its careless expert."""
+    if game == TEXT_WORLD:
+        return TASKS["text world"]
     tokens = {"gates": 9, "lake": 18}[game] * turns(length)
     options = {"length": length}
     return Task(GAMES[game], options, turns(length), 4, tokens, NOISE[game][length], epochs=6)
@@ -109,7 +114,9 @@ def learn(run: dict[str, Any], folder: Path) -> dict[str, Any]:
     base = folder / run["game"] / str(run["length"]) / str(run["seed"])
     start = base / "start.json"
     if not start.is_file():
-        sizes = Sizes(expert_episodes=max(400, 6000 // run["length"]))
+        # With 400 episodes, the policy for 20 moves never won.
+        episodes = {20: 1000, ABOUT: 2000}.get(run["length"], 6000 // run["length"])
+        sizes = Sizes(expert_episodes=episodes)
         supervise(task, base, sizes, run["seed"])
         start.write_text(json.dumps(evaluate(task, base / "sft", SIZES.evaluated, run["seed"])))
     curve = Curve()
@@ -135,13 +142,19 @@ def known(game: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
+def lengths_of(game: str) -> tuple[int, ...]:
+    """The lengths that a game comes in."""
+    return (ABOUT,) if game == TEXT_WORLD else LENGTHS
+
+
 def chosen_rate(game: str, method: str) -> float:
     """The rate with the highest mean score in training, over ``CHOSEN_AT``, on the tuning seed."""
     by_rate: dict[float, list[float]] = {}
     for run in known(game):
         if run["seed"] == TUNING_SEED and run["method"] == method and not run["lag"]:
             by_rate.setdefault(run["rate"], []).append(fmean(run["rows"]["score"]))
-    whole = {rate: sum(x) for rate, x in by_rate.items() if len(x) == len(CHOSEN_AT)}
+    tried = set(CHOSEN_AT) & set(lengths_of(game))
+    whole = {rate: sum(x) for rate, x in by_rate.items() if len(x) == len(tried)}
     if set(RATES) - set(whole):
         raise SystemExit(f"{game}, {method}: run --choose first")
     return max(whole, key=whole.__getitem__)
@@ -150,13 +163,15 @@ def chosen_rate(game: str, method: str) -> float:
 def plan(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The runs that were asked for."""
     for game in args.games:
+        lengths = [x for x in args.lengths if x in lengths_of(game)]
         if args.choose:
-            for length, method, rate in itertools.product(CHOSEN_AT, args.methods, args.rates):
+            tried = [x for x in lengths if x in CHOSEN_AT]
+            for length, method, rate in itertools.product(tried, args.methods, args.rates):
                 what = {"method": method, "rate": rate, "lag": 0, "seed": TUNING_SEED}
                 yield {"game": game, "length": length, **what}
             continue
         rates = {m: chosen_rate(game, "PPO" if m in VARIANTS else m) for m in args.methods}
-        every = itertools.product(args.seeds, args.lags, args.lengths, args.methods)
+        every = itertools.product(args.seeds, args.lags, lengths, args.methods)
         for seed, lag, length, method in every:
             what = {"method": method, "rate": rates[method], "lag": lag, "seed": seed}
             yield {"game": game, "length": length, **what}
@@ -180,8 +195,9 @@ def main() -> None:
     """Run what is missing."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--output_dir", default="runs/critic-or-groups", type=Path)
-    flags.add_argument("--games", nargs="+", default=list(GAMES), choices=list(GAMES))
-    flags.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    games = [*GAMES, TEXT_WORLD]
+    flags.add_argument("--games", nargs="+", default=games, choices=games)
+    flags.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS, ABOUT])
     flags.add_argument("--methods", nargs="+", default=METHODS_OF_STUDY, choices=list(RUN_BY))
     flags.add_argument("--seeds", nargs="+", type=int, default=list(range(5)))
     flags.add_argument("--lags", nargs="+", type=int, default=[0])

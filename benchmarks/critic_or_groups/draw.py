@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 RECORDS = Path(__file__).parents[1] / "records"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-GAMES = {"gates": "Gates", "lake": "Lake"}
+GAMES = {"gates": "Gates", "lake": "Lake", "text-world": "Text world"}
 METHODS = ("PPO", "PPO, credit by turn", "SAO", "RLOO", "GRPO", "REINFORCE++")
 WITHOUT_CRITIC = METHODS[3:]
-VARIANTS = ("PPO, no value warm-up", "PPO, value not trained")
-PRICES = (0.25, 1, 4, 16)
+NO_WARM_UP = "PPO, no value warm-up"
+VARIANTS = (NO_WARM_UP, "PPO, value not trained")
+PRICES = (0.25, 1, 4, 16)  # of sampling, for the pictures; the tables have the second and the last
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t of n values, two sides
 
 Run = dict[str, Any]
@@ -80,7 +81,8 @@ def areas(
     runs: Runs, game: str, length: int, measure: Callable[[Run], list[float]]
 ) -> dict[str, dict[int, float]]:
     """The area of every method and seed, up to what the cheapest run of the seed spent."""
-    mine = {m: runs[game, length, m] for m in METHODS if (game, length, m) in runs}
+    every = (*METHODS, NO_WARM_UP)
+    mine = {m: runs[game, length, m] for m in every if (game, length, m) in runs}
     seeds = set.intersection(*(set(by_seed) for by_seed in mine.values())) if mine else set()
     found: dict[str, dict[int, float]] = {m: {} for m in mine}
     for seed in sorted(seeds):
@@ -103,15 +105,20 @@ def lengths_of(runs: Runs, game: str) -> list[int]:
     return [
         length
         for length in every
-        if len(found := areas(runs, game, length, episodes)) == len(METHODS)
+        if len(found := areas(runs, game, length, episodes)) > len(METHODS)
         and len(found["PPO"]) > 1
     ]
+
+
+def titles(game: str, lengths: list[int]) -> list[str]:
+    """Heads of the columns."""
+    return ["about 11 turns"] if game == "text-world" else [f"{n} moves" for n in lengths]
 
 
 def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     """Table: mean success in training, and on new seeds after it."""
     rows = []
-    for method in METHODS:
+    for method in (*METHODS, NO_WARM_UP):
         row = [method]
         for length in lengths:
             over = areas(runs, game, length, episodes)[method].values()
@@ -122,7 +129,7 @@ def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     for length in lengths:
         every = runs[game, length, "PPO"].values()
         starts += [f"{fmean(run['start']['success'] for run in every):.1%}"]
-    return {"columns": ["", *(f"{n} moves" for n in lengths)], "rows": [starts, *rows]}
+    return {"columns": ["", *titles(game, lengths)], "rows": [starts, *rows]}
 
 
 def against(
@@ -142,36 +149,20 @@ def against(
                 mean, half = difference(found[critic], found[other])
                 row.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
             rows.append(row)
-    return {"columns": ["equal", "ahead of", *(f"{n} moves" for n in lengths)], "rows": rows}
+    return {"columns": ["equal", "ahead of", *titles(game, lengths)], "rows": rows}
 
 
-def variants(runs: Runs, game: str, length: int) -> dict[str, Any]:
-    """Table: what the critic of PPO does, seed by seed, beside the methods without one."""
-    names = ("PPO", *VARIANTS, *WITHOUT_CRITIC)
-    found = {
-        m: {
-            seed: fmean(run["rows"]["score"]) for seed, run in sorted(runs[game, length, m].items())
-        }
-        for m in names
-    }
+def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
+    """Table: what a trained value changes: the mean over training, and the worst seed after it."""
     rows = []
-    for m, by_seed in found.items():
-        ends = [run["end"]["success"] for run in runs[game, length, m].values()]
-        ahead = []
-        for other in ("PPO", "GRPO"):
-            mean, half = difference(by_seed, found[other])
-            ahead.append("" if m == other else f"{100 * mean:+.1f} ± {100 * half:.1f}")
-        seeds = ", ".join(f"{x:.1%}" for x in by_seed.values())
-        row = [m, f"{fmean(by_seed.values()):.1%} ({seeds})", *ahead]
-        rows.append([*row, f"{fmean(ends):.1%}, worst {min(ends):.1%}"])
-    columns = [
-        "",
-        "success in training, mean and each seed",
-        "ahead of PPO",
-        "of GRPO",
-        "on new seeds",
-    ]
-    return {"columns": columns, "rows": rows}
+    for method in ("PPO", *VARIANTS, *WITHOUT_CRITIC):
+        row = [method]
+        for length in lengths:
+            every = runs[game, length, method].values()
+            over = fmean(fmean(run["rows"]["score"]) for run in every)
+            row.append(f"{over:.1%}, {min(run['end']['success'] for run in every):.1%}")
+        rows.append(row)
+    return {"columns": ["", *titles(game, lengths)], "rows": rows}
 
 
 def rates(chosen: list[Run]) -> dict[str, Any]:
@@ -192,6 +183,29 @@ def rates(chosen: list[Run]) -> dict[str, Any]:
     return {"columns": ["", "", *(f"{rate:g}" for rate in names)], "rows": rows}
 
 
+def chat() -> dict[str, Any]:
+    """Table: methods on the chat task, against PPO with a value head on the policy."""
+    runs: dict[str, dict[int, Run]] = {}
+    for line in (RECORDS / "critic_or_groups" / "chat.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        runs.setdefault(run["method"], {})[run["seed"]] = run
+    rows = []
+    for method, by_seed in runs.items():
+        every = [run["rows"] for _, run in sorted(by_seed.items())]
+        means = [fmean(r["score"]) for r in every]
+        base = {seed: fmean(run["rows"]["score"]) for seed, run in runs["PPO"].items()}
+        mean, half = difference(dict(zip(sorted(by_seed), means, strict=True)), base)
+        row = [method, f"{fmean(means):.3f} ({', '.join(f'{x:.3f}' for x in means)})"]
+        row += ["" if method == "PPO" else f"{mean:+.3f} ± {half:.3f}"]
+        row += [f"{fmean(fmean(r['score'][5:]) for r in every):.3f}"]
+        known = [x for r in every for x in r["explained"][5:]]
+        row += [f"{median(known):.2f}" if known else ""]
+        row += [f"{fmean(r['cpu'][0] for r in every):.0f}"]
+        rows.append(row)
+    columns = ["", "score, mean and each seed", "ahead of PPO", "the last 320 responses"]
+    return {"columns": [*columns, "explained variance", "CPU s"], "rows": rows}
+
+
 def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
     """Success in training against episodes: mean of seeds, a picture for each length."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -201,7 +215,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     for axes, length in zip(all_axes, lengths, strict=True):
-        for number, method in enumerate(METHODS):
+        for number, method in enumerate((*METHODS, NO_WARM_UP)):
             found = list(runs[game, length, method].values())
             size = 64 // int(found[0]["rows"]["episodes"][0])  # SAO's iterations have 16 episodes
             curves = [
@@ -220,7 +234,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
 
 
 def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
-    """How far PPO is ahead of each method without a critic, against the price of sampling."""
+    """How far PPO without value warm-up is ahead of each group method, by the price of sampling."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -232,9 +246,9 @@ def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
             points = []
             for price in PRICES:
                 found = areas(runs, game, length, cost(price))
-                points.append(difference(found["PPO"], found[other]))
+                points.append(difference(found[NO_WARM_UP], found[other]))
             means, halves = zip(*((100 * m, 100 * h) for m, h in points), strict=True)
-            axes.errorbar(PRICES, means, halves, capsize=3, label=f"PPO - {other}")
+            axes.errorbar(PRICES, means, halves, capsize=3, label=f"ahead of {other}")
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_xscale("log", base=4)
         axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="price of sampling / training")
@@ -248,18 +262,17 @@ def main() -> None:
     """Write the tables and the pictures."""
     runs, chosen = load()
     measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
-    measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES}
-    tables: dict[str, Any] = {"rates": rates(chosen)}
+    measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES[1::2]}
+    tables: dict[str, Any] = {"rates": rates(chosen), "chat": chat()}
     for game in GAMES:
         if lengths := lengths_of(runs, game):
             tables[f"success_{game}"] = success(runs, game, lengths)
-            tables[f"ppo_{game}"] = against(runs, game, lengths, measures, "PPO")
             equal = {"episodes": episodes}
-            for critic, name in (("PPO, credit by turn", "turn"), ("SAO", "sao")):
+            for critic, name in (("PPO", "ppo"), ("PPO, credit by turn", "turn"), ("SAO", "sao")):
                 tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
-            for length in lengths:
-                if all((game, length, m) in runs for m in VARIANTS):
-                    tables[f"variants_{game}_{length}"] = variants(runs, game, length)
+            tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
+            if all((game, n, m) in runs for m in VARIANTS for n in lengths):
+                tables[f"worst_{game}"] = worst(runs, game, lengths)
             draw_curves(runs, game, lengths)
             draw_prices(runs, game, lengths)
     every = [*chosen, *(run for by_seed in runs.values() for run in by_seed.values())]
