@@ -111,12 +111,12 @@ FIGURES = {
         "docs/chat_model.md": r"([\d.]+) minutes on two CPU cores",
     },
     "demo, mean and worst seed": {
-        "README.md": rf"to {RATE}, {RATE} for the worst seed",
+        "README.md": rf"to {RATE} \({RATE} for the worst seed",
         "docs/results.md": rf"PPO {RATE}, and the worst seed {RATE}",
         "docs/demo.md": rf"PPO wins {RATE} of [^%]* {RATE} with the worst seed",
     },
     "demo, perfect summaries": {
-        "README.md": rf"perfect summaries would reach {RATE}",
+        "README.md": rf"Perfect summaries would win {RATE}",
         "docs/results.md": rf"perfect summaries would win {RATE}",
         "docs/demo.md": rf"Perfect summaries would win {RATE}",
     },
