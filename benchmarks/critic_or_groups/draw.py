@@ -153,16 +153,24 @@ def against(
 
 
 def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
-    """Table: what a trained value changes: the mean over training, and the worst seed after it."""
-    rows = []
-    for method in ("PPO", *VARIANTS, *WITHOUT_CRITIC):
+    """Table: what a trained value changes; success in training, after it, and of the worst seed."""
+    rows, trained = [], ["trained - not trained, after training"]
+    for method in (NO_WARM_UP, VARIANTS[1], *WITHOUT_CRITIC):
         row = [method]
         for length in lengths:
             every = runs[game, length, method].values()
+            ends = [run["end"]["success"] for run in every]
             over = fmean(fmean(run["rows"]["score"]) for run in every)
-            row.append(f"{over:.1%}, {min(run['end']['success'] for run in every):.1%}")
+            row.append(f"{over:.1%}, {fmean(ends):.1%}, {min(ends):.1%}")
         rows.append(row)
-    return {"columns": ["", *titles(game, lengths)], "rows": rows}
+    for length in lengths:
+        with_critic, without = (
+            {seed: run["end"]["success"] for seed, run in runs[game, length, method].items()}
+            for method in VARIANTS
+        )
+        mean, half = difference(with_critic, without)
+        trained.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+    return {"columns": ["", *titles(game, lengths)], "rows": [*rows, trained]}
 
 
 def rates(chosen: list[Run]) -> dict[str, Any]:
