@@ -136,22 +136,17 @@ def test_options_of_vllm_reach_it_or_are_said_to_be_unread(
     assert "enforce_eager, gpu_memory_utilization: no effect" in caplog.text
 
 
-@pytest.mark.parametrize(("finding", "code"), [("entropy-collapse", 1), (None, 0)])
 def test_a_run_that_a_finding_ended_exits_with_1_on_ray_too(
-    finding: str | None,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = SimpleNamespace(stopped_by=finding)
-    monkeypatch.setattr(async_ppo, "learn", lambda options: trainer)
     module = import_module("kedge.ext.ray.launch")
     monkeypatch.setattr(module, "launch", lambda job, **how: pickle.loads(pickle.dumps(job))())
     flags = ["--rollout_engine", "embedded", "--use_cpu", "--actor_num_gpus_per_node", "2"]
-    assert async_ppo.main([*flags, "--output_dir", "out"]) == code
-    assert ("the trained model is in out" in capsys.readouterr().err) == (finding is None)
+    for finding, code in (("entropy-collapse", 1), (None, 0)):
+        monkeypatch.setattr(async_ppo, "learn", lambda o, x=finding: SimpleNamespace(stopped_by=x))
+        assert async_ppo.main([*flags, "--output_dir", "out"]) == code
+        assert ("the trained model is in out" in capsys.readouterr().err) == (finding is None)
 
 
 # -- data -----------------------------------------------------------------------------------
