@@ -222,7 +222,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
     figure = Figure(figsize=(4 * len(lengths), 3.4), layout="constrained")
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
-    for axes, length in zip(all_axes, lengths, strict=True):
+    for axes, length, title in zip(all_axes, lengths, titles(game, lengths), strict=True):
         for number, method in enumerate((*METHODS, NO_WARM_UP)):
             found = list(runs[game, length, method].values())
             size = 64 // int(found[0]["rows"]["episodes"][0])  # SAO's iterations have 16 episodes
@@ -234,7 +234,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
             line = "-" if method not in WITHOUT_CRITIC else "--"
             x = [64 * (i + 1) for i in range(len(means))]
             axes.plot(x, means, line, color=f"C{number}", label=method)
-        axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="episodes")
+        axes.set(title=f"{GAMES[game]}, {title}", xlabel="episodes")
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("success in training")
     all_axes[-1].legend(fontsize=8)
@@ -249,7 +249,7 @@ def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
     figure = Figure(figsize=(4 * len(lengths), 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
-    for axes, length in zip(all_axes, lengths, strict=True):
+    for axes, length, title in zip(all_axes, lengths, titles(game, lengths), strict=True):
         for other in WITHOUT_CRITIC:
             points = []
             for price in PRICES:
@@ -259,7 +259,7 @@ def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
             axes.errorbar(PRICES, means, halves, capsize=3, label=f"ahead of {other}")
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_xscale("log", base=4)
-        axes.set(title=f"{GAMES[game]}, {length} moves", xlabel="price of sampling / training")
+        axes.set(title=f"{GAMES[game]}, {title}", xlabel="price of sampling / training")
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("points ahead at equal cost")
     all_axes[-1].legend(fontsize=8)

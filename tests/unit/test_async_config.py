@@ -144,8 +144,7 @@ def test_a_run_that_a_finding_ended_exits_with_1_on_ray_too(
     monkeypatch.setattr(module, "launch", lambda job, **how: pickle.loads(pickle.dumps(job))())
     flags = ["--rollout_engine", "embedded", "--use_cpu", "--actor_num_gpus_per_node", "2"]
     for finding, code in (("entropy-collapse", 1), (None, 0)):
-        trainer = SimpleNamespace(stopped_by=finding)
-        monkeypatch.setattr(async_ppo, "learn", lambda options, trainer=trainer: trainer)
+        monkeypatch.setattr(async_ppo, "learn", lambda o, x=finding: SimpleNamespace(stopped_by=x))
         assert async_ppo.main([*flags, "--output_dir", "out"]) == code
         assert ("the trained model is in out" in capsys.readouterr().err) == (finding is None)
 
