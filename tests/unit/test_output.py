@@ -227,7 +227,7 @@ def test_no_run_starts_resumes_or_tidies_a_folder_in_use(
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "x"}\n')
     words = ["--model_name_or_path", str(tmp_path), "--dataset_name", str(prompts)]
-    words += ["--use_cpu", "True", "--output_dir", str(tmp_path / "run")]
+    words += ["--use_cpu", "True", "--output_dir", str(tmp_path / "run"), "--dummy_reward", "True"]
     for more in ([], ["--resume_from_checkpoint", "True"], ["--overwrite_output_dir", "True"]):
         assert main(["ppo", *words, *more]) == 2
         assert f"in use by another run: process {other.pid}" in capsys.readouterr().err
