@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from kedge.math.intervals import t_quantile
+
 RECORDS = Path(__file__).parents[1] / "records"
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 GAMES = {"gates": "Gates", "lake": "Lake", "text-world": "Text world"}
@@ -19,7 +21,6 @@ WITHOUT_CRITIC = METHODS[3:]
 NO_WARM_UP = "PPO, no value warm-up"
 VARIANTS = (NO_WARM_UP, "PPO, value not trained")
 PRICES = (0.25, 1, 4, 16)  # of sampling, for the pictures; the tables have the second and the last
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t of n values, two sides
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int, str], dict[int, Run]]  # game, length, method -> seed -> run
@@ -96,7 +97,8 @@ def areas(
 def difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, float]:
     """Mean difference of two methods on the same seeds, and half of its 95% interval."""
     pairs = [a[seed] - b[seed] for seed in sorted(a)]
-    return fmean(pairs), T_95[len(pairs)] * stdev(pairs) / len(pairs) ** 0.5
+    half = t_quantile(0.975, len(pairs) - 1) * stdev(pairs) / len(pairs) ** 0.5
+    return fmean(pairs), half
 
 
 def lengths_of(runs: Runs, game: str) -> list[int]:

@@ -12,6 +12,7 @@ from statistics import fmean, stdev, variance
 from kedge.cli.flags import Flags, print_table
 from kedge.ext.report.doctor import MIN_ROWS, examine, open_question
 from kedge.ext.report.report import gather, gather_pair, page
+from kedge.math.intervals import t_quantile
 from kedge.output import check_file, check_picture
 from kedge.records.errors import ConfigError, install_command
 from kedge.reporting.base import write_whole
@@ -100,10 +101,6 @@ def show(kinds: dict[str, list[RunLog]], metrics: Sequence[str]) -> None:
         print("kedge: name several seeds (NAME=RUN,RUN,...) to compare a difference with chance")
 
 
-# Student's t for a two-sided 95% interval, by degrees of freedom; the last one serves for more.
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
 def difference(runs: Sequence[RunLog], base: Sequence[RunLog], metric: str) -> str | None:
     """Mean difference with its t interval: paired if both have the same seeds, else Welch's.
 
@@ -125,7 +122,7 @@ def difference(runs: Sequence[RunLog], base: Sequence[RunLog], metric: str) -> s
         error = sum(part for part, _ in parts) ** 0.5
         freedom = error**4 / sum(part**2 / free for part, free in parts) if error else 1.0
         counted = f"{len(a)} and {len(b)} runs"
-    half = T_95[min(int(freedom), len(T_95)) - 1] * error
+    half = t_quantile(0.975, int(freedom)) * error
     return f"{fmean(x for _, x in a) - fmean(x for _, x in b):+.3g} ± {half:.2g} ({counted})"
 
 
