@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from kedge.cli import quick
 from kedge.cli.arguments import parse
 from kedge.cli.options import algorithm_kwargs, model_names
 from kedge.records.errors import ConfigError
@@ -93,3 +94,11 @@ def test_an_option_is_refused_without_torch_as_by_its_class(number, answers):
         algorithm_kwargs(made.script.algorithm, made.script.algorithm_kwargs)
     text = f"kedge {command}: error: {' '.join(str(refusal.value).split())}\n"
     assert answers[number] == ([2, text],) * 2
+
+
+def test_what_is_accepted_with_a_warning_is_said_once(caplog):
+    words = flags(RUN | {"lora_dropout": 0.05, "use_cache": True, "num_ppo_epochs": 2})
+    assert quick.answer("ppo", words) is False
+    assert caplog.messages == []
+    parse(words, prog="ppo", config=load_trainer("ppo").SPEC.config)
+    assert [text.partition("=")[0] for text in caplog.messages] == ["use_cache", "lora_dropout"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -18,6 +19,7 @@ from kedge.config.declare import NoEffect, status
 from kedge.config.ppo import PPOConfig
 from kedge.records.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 # Flags shown by ``--help``; ``--help all`` shows the others, too.
 _FIRST = """
     model_name_or_path dataset_name eval_dataset_name reward_model_path reward_funcs output_dir
@@ -129,4 +131,9 @@ def parse(
     (script, settings, model), given = read(parser(prog, config), argv, defaults)
     options = Options(script=script, config=settings, model=model, given=given)
     options.check()
+    if model.lora_dropout:
+        logger.warning(
+            "lora_dropout=%s has no effect: models train without dropout", model.lora_dropout
+        )
+        model.lora_dropout = 0.0
     return options

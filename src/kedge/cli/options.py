@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,9 +21,8 @@ from kedge.config.declare import check_fields, format_value, option
 from kedge.records.errors import ConfigError
 from kedge.suggestions import hint
 
-logger = logging.getLogger(__name__)
 FILE = Path(__file__).with_name("flags.json")
-_LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct
+LIBRARIES_DROPOUT = 0.05  # default lora_dropout in TRL and open-instruct
 
 
 @dataclass
@@ -111,22 +109,19 @@ class Options:
     given: frozenset[str]  # names that were set on the command line or in the file
 
     def check(self) -> None:
-        """Refuse options of the adapter that have no effect, or distort training."""
+        """Refuse options of the adapter that have no effect, or distort training; says nothing."""
         model = self.model
         if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
             raise ConfigError(
                 "load_in_4bit and load_in_8bit freeze the weights and need --use_peft; add it"
             )
-        if model.lora_dropout == _LIBRARIES_DROPOUT:
-            logger.warning("lora_dropout=0.05 has no effect: models train without dropout")
-            model.lora_dropout = 0.0
-        if model.lora_dropout:
+        if model.lora_dropout not in (0.0, LIBRARIES_DROPOUT):
             raise ConfigError(
                 f"lora_dropout={model.lora_dropout} must be 0: with dropout two passes over the"
                 " same tokens differ, which distorts the probability ratio"
             )
         prefixes = ("lora_", "use_rs", "use_do")
-        adapter = {f.name for f in fields(model) if f.name.startswith(prefixes)}
+        adapter = {f.name for f in fields(model) if f.name.startswith(prefixes)} - {"lora_dropout"}
         unused = sorted(n for n in adapter if getattr(model, n) != getattr(ModelArguments, n))
         if unused and not model.use_peft:
             raise ConfigError(f"{', '.join(unused)} needs --use_peft; add it")
