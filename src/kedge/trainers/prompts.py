@@ -115,7 +115,7 @@ def _check_same(prompts: DatasetPrompts, name: str, accelerator: Accelerator) ->
     ranks = accelerator.num_processes
     if ranks > 1 and len(set(gather_object([prompts.fingerprint()]))) > 1:
         raise DataError(
-            f"{name} differs between the {ranks} processes, which each train on their part of every"
+            f"{name} differs between the {ranks} processes, which each take their rows of every"
             " batch; pass the whole dataset, in the same order, to all of them"
         )
 
