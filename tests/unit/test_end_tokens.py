@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,10 +26,12 @@ from kedge.models.load import eos_token_ids
 from kedge.records.types import Sampling
 from kedge.testing import ConstantReward, tiny_policy
 from kedge.trainers.advice import FirstBatch, nothing_ends
+from tests.e2e.small import small
 
 from .text_toys import EOS, rollout_of, word_tokenizer
 from .toys import ToyLearner
 
+WARM = {"value_warmup_steps": 1}
 PROMPTS = [{"prompt": f"w{i}"} for i in range(3, 7)]
 
 
@@ -183,3 +187,37 @@ def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, e
         )
     )
     assert expected in found if expected else found is None
+
+
+@pytest.mark.parametrize(
+    ("added", "options", "warns"),
+    [(0.0, {}, True), (2.5, {}, False), (0.0, {"lam": 1.0}, False), (0.0, WARM, False)],
+)
+def test_preflight_says_that_negative_rewards_punish_the_end(
+    added: float, options: dict[str, Any], warns: bool, tmp_path: Path, caplog: Any
+) -> None:
+    """By GAE with a value of 0, a token that is k before the end gets 0.95^k of the reward."""
+    lengths: list[int] = []
+
+    def brief(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths.extend(map(len, completion_ids))
+        return [added - 1.0 - 0.01 * len(ids) for ids in completion_ids]
+
+    small(
+        model=model(9, 10),
+        reward_model=None,
+        reward_funcs=[brief],
+        train_dataset=PROMPTS,
+        output_dir=str(tmp_path),
+        response_length=64,
+        per_device_train_batch_size=64,
+        total_episodes=64,
+        **options,
+    ).train()
+    ended = [n for n in lengths if n < 64]
+    every = np.array([(-1 - 0.01 * n) * 0.95**k for n in lengths for k in range(n)])
+    low = (np.mean([-1 - 0.01 * n for n in ended]) - every.mean()) / every.std()
+    text = next((r.getMessage() for r in caplog.records if "not to end" in r.message), None)
+    assert (text is not None) == warns
+    if text is not None:
+        assert float(re.search(r"\((-[\d.]+) standard", text)[1]) == pytest.approx(low, abs=0.1)

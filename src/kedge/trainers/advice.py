@@ -222,8 +222,8 @@ class FirstBatch:
         return outputs
 
     @cached_property
-    def sample(self) -> Experience:
-        """A few rows of training data."""
+    def experience(self) -> Experience:
+        """The training data of all rows."""
         experience, _ = make_experience(
             replace(self.rollout, behavior_logprobs=None),
             self.reward_output,
@@ -231,7 +231,12 @@ class FirstBatch:
             self.loop.algorithm,
             self.loop.kl.value,
         )
-        return experience.rows(torch.arange(min(4, len(experience))))
+        return experience
+
+    @cached_property
+    def sample(self) -> Experience:
+        """A few rows of training data."""
+        return self.experience.rows(torch.arange(min(4, len(self.experience))))
 
 
 CHECKS: list[Rule[FirstBatch]] = []
@@ -501,4 +506,29 @@ def value_is_noise(iteration: Iteration) -> str | None:
     return (
         f"in {MUCH_NOISE} iterations in a row the value was worse than the mean return:"
         f" explained variance {last[-1][0]:.2f}; set value_warmup_steps, or use kedge value fit"
+    )
+
+
+@rule(FIRST_BATCH)
+def ending_is_punished(batch: FirstBatch) -> str | None:
+    """Rewards below 0 and a value of 0 leave the last token with the lowest advantage."""
+    loop, ended = batch.loop, batch.rollout.terminated & batch.reward_output.valid
+    if not loop.algorithm.needs_values or loop.value_warmup_steps:
+        return None
+    ends = (batch.mask.sum(1) - 1).clamp(min=0)
+    every, weights = batch.experience.advantages.double(), batch.mask.double()
+    last, scores = every.gather(1, ends[:, None]).squeeze(1), batch.reward_output.scores.double()
+    parts = (ended, last[ended], scores[ended], weights, every * weights, every**2 * weights)
+    sums = torch.stack([part.sum().double() for part in parts])
+    rows, end, score, n, s, ss = loop.learner.all_reduce(sums).tolist()
+    if not rows or batch.rollout.episodes is not None:
+        return None
+    deviations = (end / rows - s / n) / max((ss / n - (s / n) ** 2) ** 0.5, 1e-6)
+    if deviations > -1 or score >= 0:
+        return None
+    return (
+        f"rewards are negative (mean {score / rows:.3g}) and the value model does not know it, so"
+        f" the last token of a response has a low advantage ({deviations:.1f} standard deviations"
+        f" on average, in {rows:.0f} responses): PPO will first learn not to end. Set"
+        " value_warmup_steps=3 or lam=1, or add a constant to the reward"
     )
