@@ -154,7 +154,7 @@ def add_to_record(file: Path, credit: str, seed: int) -> None:
 
 def table(runs: dict[str, Any]) -> str:
     """Of each setting: the worst batch after it was solved, by seed, and how many stay solved."""
-    lines = ["| setting | seeds | stay solved | worst batch of each, percent | largest KL |"]
+    lines = ["| setting | seeds | stay solved | lowest success rate by seed, percent | largest KL, nats per token |"]
     lines.append("|---|---|---|---|---|")
     for credit, seeds in runs.items():
         worst, kl = [], []
