@@ -122,8 +122,8 @@ def table() -> list[str]:
                 for part, size, seconds, who in parts:
                     column[f"{part} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
                     waits["learners" if "all learners" in who else "engines"] += seconds
-                rule = "as-completed" if flags else "in-order"
-                column[f"total wait of engines, {rule} sampling | "] = f"{sum(waits.values()):.0f} s"
+                rule = f"{'as-completed' if flags else 'in-order'} sampling"
+                column[f"total wait of engines, {rule} | "] = f"{sum(waits.values()):.0f} s"
             column["total wait of learners | "] = f"{waits['learners']:.1f} s"
         columns.append(column)
     names = list(dict.fromkeys(name for column in columns for name in column if name))
