@@ -96,12 +96,13 @@ def version_parts(sent: float, broadcasts: int) -> list[tuple[str, float, float,
     """Name, bytes, seconds, and who waits, of each part of a version of ``sent`` bytes."""
     gather = max(sent * OTHERS / LEARNERS / NETWORK, sent / BUS)
     learners, engines = "all learners", "engines"
-    name = "broadcast over NCCL" if broadcasts == 1 else "broadcasts over NCCL"
+    sampling = "in-order" if broadcasts == 1 else "as-completed"
+    name = f"broadcast over NCCL, {sampling} sampling"
     return [
         ("gather on the first learner", sent * (LEARNERS - 1) / LEARNERS, gather, learners),
         ("copy to the host", sent, sent / BUS + sent / MEMORY, learners),
         (name, broadcasts * sent, broadcasts * (sent / BUS + sent / NETWORK), engines),
-        ("verification", 2 * sent, 2 * sent / BUS, f"{engines}; the first learner trains slower"),
+        ("verification", 2 * sent, 2 * sent / BUS, f"{engines}; the first learner slows down"),
     ]
 
 
@@ -121,9 +122,9 @@ def table() -> list[str]:
                 for part, size, seconds, who in parts:
                     column[f"{part} | {who}"] = f"{plan.human(size)}, {seconds:.1f} s"
                     waits["learners" if "all learners" in who else "engines"] += seconds
-                rule = "as completed" if flags else "in order"
-                column[f"engines wait, {rule} | "] = f"{sum(waits.values()):.0f} s"
-            column["learners wait | "] = f"{waits['learners']:.1f} s"
+                rule = f"{'as-completed' if flags else 'in-order'} sampling"
+                column[f"total wait of engines, {rule} | "] = f"{sum(waits.values()):.0f} s"
+            column["total wait of learners | "] = f"{waits['learners']:.1f} s"
         columns.append(column)
     names = list(dict.fromkeys(name for column in columns for name in column if name))
     heads = " | ".join(column[""] for column in columns)

@@ -307,10 +307,10 @@ def span(values: list[float]) -> str:
 
 
 def table(faults: list[dict[str, Any]]) -> str:
-    """Recorded faults by kind, as a table of docs/ray.md."""
+    """Recorded faults by kind, as a table of docs/records/ray_faults.md."""
     lines = [
-        "| fault | number | exit | found after (s) | recovered or ended after (s) | load | said"
-        " | left running | rows exact |",
+        "| fault | runs | exit code | reported after (s) | recovered or ended after (s) | load"
+        " | message | left running | identical results |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in FAULTS:

@@ -154,8 +154,8 @@ def add_to_record(file: Path, credit: str, seed: int) -> None:
 
 def table(runs: dict[str, Any]) -> str:
     """Of each setting: the worst batch after it was solved, by seed, and how many stay solved."""
-    lines = ["| setting | seeds | stay solved | worst batch of each, percent | largest KL |"]
-    lines.append("|---|---|---|---|---|")
+    columns = "setting", "seeds", "stay solved", "lowest success rate by seed, percent"
+    lines = [f"| {' | '.join(columns)} | largest KL, nats per token |", "|---|---|---|---|---|"]
     for credit, seeds in runs.items():
         worst, kl = [], []
         for _, run in sorted(seeds.items(), key=lambda item: int(item[0])):
