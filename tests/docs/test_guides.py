@@ -39,12 +39,12 @@ def options() -> set[str]:
 
 
 def own_column(page: Path) -> list[str]:
-    """The last cell of every row, and where it says the same, the first."""
+    """The last cell of every row, and where that is unchanged, the first."""
     found = []
     for line in page.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line[:1] == "|" else []
         if len(cells) > 1 and not set(cells[0]) <= {"-"}:
-            found.append(" ".join(cells) if cells[-1].startswith("the same") else cells[-1])
+            found.append(" ".join(cells) if cells[-1].startswith("unchanged") else cells[-1])
     return found
 
 
