@@ -80,7 +80,7 @@ NAMES: dict[str, str] = {
     "rollout/tokens": "prompt and response tokens of the batch, no padding",
     "rollout/lag": "iterations between sampling and training, mean over responses (of the oldest "
     "token of each)",
-    "rollout/lag_max": "the same of the oldest token that is trained on, over all ranks",
+    "rollout/lag_max": "the same for the oldest token that is trained on, over all ranks",
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
     "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
@@ -150,7 +150,7 @@ TRL_NAMES: dict[str, str] = {
     "step_time": "time/step",
 }
 PREFIXES: dict[str, str] = {
-    "rollout/token_lag/": "share of the trained tokens that were sampled so many iterations ago; "
+    "rollout/token_lag/": "share of the trained tokens that were sampled N iterations ago; "
     "where a batch has tokens of different ages",
     "rewards/": "mean of one reward source over the responses it applies to; .../std: standard "
     "deviation over them",
