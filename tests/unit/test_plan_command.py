@@ -374,10 +374,10 @@ def show_settings(recipe, size):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe["title"])
 def test_numbers_in_comments_are_those_of_the_size(recipe, size):
-    """What a comment says of responses an iteration or an optimizer step is so at this size."""
+    """Comments on responses per iteration or optimizer step are true at this size."""
     text, batch = render(recipe, size, 1, Path("x.yaml")), recipe["batches"][SIZES.index(size)]
     minibatches = int(re.search(r"^num_mini_batches: (\d+)", text, re.MULTILINE)[1])
-    said = re.findall(r"# (\d+) (?:responses|(?:episodes )?(an optimizer step))", text)
+    said = re.findall(r"# (\d+) (?:responses|episodes) per (?:iteration|(optimizer step))", text)
     want = [(str(batch // minibatches) if step else str(batch), step) for _, step in said]
     assert said == want
     assert size == SIZES[0] or said

@@ -97,7 +97,7 @@ def render(recipe: Recipe, size: str, processes: int, file: Path) -> str:
                 each = rows["per_device_train_batch_size"][0]
                 if processes < 1 or batch % (each * processes):
                     raise ConfigError(
-                        f"--num_processes must divide {batch // each} ({batch} responses an"
+                        f"--num_processes must divide {batch // each} ({batch} responses per"
                         f" iteration, {each} at a time on each process), got {processes}"
                     )
                 value = batch // (each * processes)
