@@ -530,5 +530,5 @@ def ending_is_punished(batch: FirstBatch) -> str | None:
         f"rewards are negative (mean {score / rows:.3g}) and the value model does not know it, so"
         f" the last token of a response has a low advantage ({deviations:.1f} standard deviations"
         f" on average, in {rows:.0f} responses): PPO will first learn not to end. Set"
-        " value_warmup_steps=3 or lam=1, or add a constant to the reward"
+        " lam=1 or value_warmup_steps=3, or add a constant to the reward"
     )
