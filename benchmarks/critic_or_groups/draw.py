@@ -20,10 +20,10 @@ GAMES = {"gates": "Gates", "lake": "Lake", "text-world": "Text world"}
 METHODS = ("PPO", "PPO, credit by turn", "SAO", "RLOO", "GRPO", "REINFORCE++")
 WITHOUT_CRITIC = METHODS[3:]
 NO_WARM_UP = "PPO, no value warm-up"
+BY_TURN = "PPO, lambda by turn"
 VARIANTS = (NO_WARM_UP, "PPO, value not trained")
 PRICES = (0.25, 1, 4, 16)  # of sampling, for the pictures; the tables have the second and the last
 
-LAGS = (0, 1, 2, 4)
 LAGGED = (NO_WARM_UP, "SAO", "GRPO", "REINFORCE++")
 
 Run = dict[str, Any]
@@ -131,13 +131,13 @@ def titles(game: str, lengths: list[int]) -> list[str]:
 def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     """Table: mean success in training, and on new seeds after it."""
     rows = []
-    for method in (*METHODS, NO_WARM_UP):
+    for method in (*METHODS, NO_WARM_UP, *([BY_TURN] if game == "text-world" else [])):
         row = [method]
         for length in lengths:
             if (game, length, method) not in runs:
                 row.append("not run")
                 continue
-            over = areas(runs, game, length, episodes)[method].values()
+            over = [fmean(r["rows"]["score"]) for r in runs[game, length, method].values()]
             end = fmean(r["end"]["success"] for r in runs[game, length, method].values())
             row.append(f"{fmean(over):.1%}, then {end:.1%}")
         rows.append(row)
@@ -187,27 +187,37 @@ def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     return {"columns": ["", *titles(game, lengths)], "rows": [*rows, trained]}
 
 
+def whole(by_lag: dict[int, Runs]) -> dict[int, Runs]:
+    """The lags with which every method of ``LAGGED`` ran on two seeds or more."""
+    keys = [("text-world", 11, method) for method in LAGGED]
+    return {
+        lag: runs for lag, runs in by_lag.items() if all(len(runs.get(key, ())) > 1 for key in keys)
+    }
+
+
 def lags(by_lag: dict[int, Runs]) -> dict[str, Any]:
     """Table: success in the text world by lag, and PPO's lead over each other method."""
-    rows: list[list[str]] = []
-    over: dict[str, dict[int, dict[int, float]]] = {}
+    scores: dict[str, dict[int, dict[int, float]]] = {m: {} for m in LAGGED}
+    rows = []
     for method in LAGGED:
         row = [method]
-        for lag in LAGS:
-            runs = by_lag[lag]["text-world", 11, method]
-            over.setdefault(method, {})[lag] = {
-                seed: fmean(run["rows"]["score"]) for seed, run in runs.items()
-            }
-            end = fmean(run["end"]["success"] for run in runs.values())
-            row.append(f"{fmean(over[method][lag].values()):.1%}, then {end:.1%}")
+        for lag, runs in sorted(by_lag.items()):
+            by_seed = runs["text-world", 11, method]
+            scores[method][lag] = {s: fmean(run["rows"]["score"]) for s, run in by_seed.items()}
+            end = fmean(run["end"]["success"] for run in by_seed.values())
+            row.append(f"{fmean(scores[method][lag].values()):.1%}, then {end:.1%}")
         rows.append([*row, ""])
     for other in LAGGED[1:]:
-        pairs = [(over[NO_WARM_UP][lag], over[other][lag]) for lag in LAGS]
-        first, *_, last = [{seed: a[seed] - b[seed] for seed in a} for a, b in pairs]
-        leads = [points(a, b) for a, b in pairs]
-        rows.append([f"PPO minus {other}", *leads, points(last, first)])
-    columns = ["", *(f"lag {lag}" for lag in LAGS), "change from lag 0 to lag 4"]
-    return {"columns": columns, "rows": rows}
+        leads = []
+        for lag in sorted(by_lag):
+            ours, theirs = scores[NO_WARM_UP][lag], scores[other][lag]
+            leads.append({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
+        zero: dict[int, float] = dict.fromkeys(leads[0], 0.0)
+        changes = points(leads[-1], {seed: leads[0][seed] for seed in leads[-1]})
+        row = [f"PPO minus {other}", *(points(lead, zero) for lead in leads), changes]
+        rows.append(row)
+    columns = ["", *(f"lag {lag}" for lag in sorted(by_lag))]
+    return {"columns": [*columns, f"change from lag 0 to {max(by_lag)}"], "rows": rows}
 
 
 def rates(chosen: list[Run]) -> dict[str, Any]:
@@ -310,7 +320,7 @@ def main() -> None:
     runs = by_lag[0]
     measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
     measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES[1::2]}
-    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(by_lag)}
+    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(whole(by_lag))}
     tables |= {task: real_model(task) for task in ("chat", "calculator") if read(task)}
     for game in GAMES:
         if lengths := lengths_of(runs, game):
