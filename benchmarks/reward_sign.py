@@ -71,15 +71,14 @@ def main() -> None:
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     args = flags.parse_args()
     runs = {name: [learn(args.demo, name, s) for s in args.seeds] for name in VARIANTS}
+    shown = (lambda x: x[0], lambda x: max(x[:10]), lambda x: x[9], lambda x: x[-1])
     rows = []
     for name, by_seed in runs.items():
-        words = [name]
-        for show in (lambda c: c[0], lambda c: max(c[:10]), lambda c: c[9], lambda c: c[-1]):
-            words.append(f"{fmean(show(run['tokens']) for run in by_seed):.1f}")
-        words.append(f"{fmean(run['score'][-1] for run in by_seed):.2f}")
-        rows.append(words)
-    columns = ["", "tokens at first", "most tokens in 10 iterations", "after 10 iterations"]
-    columns += ["after 20", "reward after 20"]
+        means = [fmean(show(run["tokens"]) for run in by_seed) for show in shown]
+        reward = fmean(run["score"][-1] for run in by_seed)
+        rows.append([name, *(f"{x:.1f}" for x in means), f"{reward:.2f}"])
+    columns = ["", "tokens per response, 1st iteration", "most in the first 10", "10th", "20th"]
+    columns += ["reward, 20th"]
     record = {
         "about": about() | {"command": "python -m benchmarks.reward_sign runs/demo"},
         "tables": {"tokens": {"columns": columns, "rows": rows}},
