@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from benchmarks.critic_or_groups.__main__ import TUNING_SEED, chosen_rate, tuned_as
 from kedge.math.intervals import t_quantile
 
 RECORDS = Path(__file__).parents[1] / "records"
@@ -19,26 +20,34 @@ GAMES = {"gates": "Gates", "lake": "Lake", "text-world": "Text world"}
 METHODS = ("PPO", "PPO, credit by turn", "SAO", "RLOO", "GRPO", "REINFORCE++")
 WITHOUT_CRITIC = METHODS[3:]
 NO_WARM_UP = "PPO, no value warm-up"
+BY_TURN = "PPO, lambda by turn"
 VARIANTS = (NO_WARM_UP, "PPO, value not trained")
 PRICES = (0.25, 1, 4, 16)  # of sampling, for the pictures; the tables have the second and the last
+
+LAGGED = (NO_WARM_UP, "SAO", "GRPO", "REINFORCE++")
 
 Run = dict[str, Any]
 Runs = dict[tuple[str, int, str], dict[int, Run]]  # game, length, method -> seed -> run
 
 
-def load() -> tuple[Runs, list[Run]]:
-    """Runs that count, without lag; and those that chose the learning rates."""
-    counted: Runs = {}
+def load() -> tuple[dict[int, Runs], list[Run]]:
+    """Runs that count, by lag; and those that chose the learning rates."""
+    counted: dict[int, Runs] = {}
     chosen: list[Run] = []
     for game in GAMES:
-        file = RECORDS / "critic_or_groups" / f"{game}.jsonl"
-        for line in file.read_text().splitlines() if file.is_file() else []:
-            run = json.loads(line)
-            if run["seed"] == 100:
+        for run in read(game):
+            if run["seed"] == TUNING_SEED:
                 chosen.append(run)
-            elif not run["lag"]:
-                counted.setdefault((game, run["length"], run["method"]), {})[run["seed"]] = run
+            elif run["rate"] == chosen_rate(game, tuned_as(run["method"])):
+                key = game, run["length"], run["method"]
+                counted.setdefault(run["lag"], {}).setdefault(key, {})[run["seed"]] = run
     return counted, chosen
+
+
+def read(name: str) -> list[Run]:
+    """The runs of a game or of a task."""
+    file = RECORDS / "critic_or_groups" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def steps(values: Sequence[float]) -> list[float]:
@@ -101,15 +110,17 @@ def difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, float]:
     return fmean(pairs), half
 
 
+def points(a: dict[int, float], b: dict[int, float]) -> str:
+    """The difference of two methods in points, with its interval."""
+    mean, half = difference(a, b)
+    return f"{100 * mean:+.1f} ± {100 * half:.1f}"
+
+
 def lengths_of(runs: Runs, game: str) -> list[int]:
-    """Lengths of a game with all methods and at least two seeds in common."""
+    """Lengths of a game with PPO, PPO without warm-up and all methods without a critic."""
+    needed = {"PPO", NO_WARM_UP, *WITHOUT_CRITIC}
     every = sorted({length for g, length, _ in runs if g == game})
-    return [
-        length
-        for length in every
-        if len(found := areas(runs, game, length, episodes)) > len(METHODS)
-        and len(found["PPO"]) > 1
-    ]
+    return [n for n in every if needed <= {m for g, length, m in runs if (g, length) == (game, n)}]
 
 
 def titles(game: str, lengths: list[int]) -> list[str]:
@@ -120,10 +131,13 @@ def titles(game: str, lengths: list[int]) -> list[str]:
 def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     """Table: mean success in training, and on new seeds after it."""
     rows = []
-    for method in (*METHODS, NO_WARM_UP):
+    for method in (*METHODS, NO_WARM_UP, *([BY_TURN] if game == "text-world" else [])):
         row = [method]
         for length in lengths:
-            over = areas(runs, game, length, episodes)[method].values()
+            if (game, length, method) not in runs:
+                row.append("not run")
+                continue
+            over = [fmean(r["rows"]["score"]) for r in runs[game, length, method].values()]
             end = fmean(r["end"]["success"] for r in runs[game, length, method].values())
             row.append(f"{fmean(over):.1%}, then {end:.1%}")
         rows.append(row)
@@ -141,22 +155,21 @@ def against(
     measures: dict[str, Callable[[Run], list[float]]],
     critic: str,
 ) -> dict[str, Any]:
-    """Table: points that a method with a critic is ahead of each without, by measure."""
+    """Table: success of a method with a critic minus that of each without, by measure."""
     rows = []
     for name, measure in measures.items():
         for other in WITHOUT_CRITIC:
             row = [name, other]
             for length in lengths:
                 found = areas(runs, game, length, measure)
-                mean, half = difference(found[critic], found[other])
-                row.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+                row.append(points(found[critic], found[other]) if critic in found else "not run")
             rows.append(row)
-    return {"columns": ["equal", "ahead of", *titles(game, lengths)], "rows": rows}
+    return {"columns": ["equal", "compared with", *titles(game, lengths)], "rows": rows}
 
 
 def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     """Table: what a trained value changes; success in training, after it, and of the worst seed."""
-    rows, trained = [], ["trained - not trained, after training"]
+    rows, trained = [], ["trained minus not trained, after training"]
     for method in (NO_WARM_UP, VARIANTS[1], *WITHOUT_CRITIC):
         row = [method]
         for length in lengths:
@@ -170,9 +183,41 @@ def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
             {seed: run["end"]["success"] for seed, run in runs[game, length, method].items()}
             for method in VARIANTS
         )
-        mean, half = difference(with_critic, without)
-        trained.append(f"{100 * mean:+.1f} ± {100 * half:.1f}")
+        trained.append(points(with_critic, without))
     return {"columns": ["", *titles(game, lengths)], "rows": [*rows, trained]}
+
+
+def whole(by_lag: dict[int, Runs]) -> dict[int, Runs]:
+    """The lags with which every method of ``LAGGED`` ran on two seeds or more."""
+    keys = [("text-world", 11, method) for method in LAGGED]
+    return {
+        lag: runs for lag, runs in by_lag.items() if all(len(runs.get(key, ())) > 1 for key in keys)
+    }
+
+
+def lags(by_lag: dict[int, Runs]) -> dict[str, Any]:
+    """Table: success in the text world by lag, and PPO's lead over each other method."""
+    scores: dict[str, dict[int, dict[int, float]]] = {m: {} for m in LAGGED}
+    rows = []
+    for method in LAGGED:
+        row = [method]
+        for lag, runs in sorted(by_lag.items()):
+            by_seed = runs["text-world", 11, method]
+            scores[method][lag] = {s: fmean(run["rows"]["score"]) for s, run in by_seed.items()}
+            end = fmean(run["end"]["success"] for run in by_seed.values())
+            row.append(f"{fmean(scores[method][lag].values()):.1%}, then {end:.1%}")
+        rows.append([*row, ""])
+    for other in LAGGED[1:]:
+        leads = []
+        for lag in sorted(by_lag):
+            ours, theirs = scores[NO_WARM_UP][lag], scores[other][lag]
+            leads.append({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
+        zero: dict[int, float] = dict.fromkeys(leads[0], 0.0)
+        changes = points(leads[-1], {seed: leads[0][seed] for seed in leads[-1]})
+        row = [f"PPO minus {other}", *(points(lead, zero) for lead in leads), changes]
+        rows.append(row)
+    columns = ["", *(f"lag {lag}" for lag in sorted(by_lag))]
+    return {"columns": [*columns, f"change from lag 0 to {max(by_lag)}"], "rows": rows}
 
 
 def rates(chosen: list[Run]) -> dict[str, Any]:
@@ -193,13 +238,12 @@ def rates(chosen: list[Run]) -> dict[str, Any]:
     return {"columns": ["", "", *(f"{rate:g}" for rate in names)], "rows": rows}
 
 
-def chat() -> dict[str, Any]:
-    """Table: methods on the chat task, against PPO with a value head on the policy."""
+def real_model(task: str) -> dict[str, Any]:
+    """Table: methods on a task of SmolLM2-135M, against PPO with a value head on the policy."""
     runs: dict[str, dict[int, Run]] = {}
-    for line in (RECORDS / "critic_or_groups" / "chat.jsonl").read_text().splitlines():
-        run = json.loads(line)
+    for run in read(task):
         runs.setdefault(run["method"], {})[run["seed"]] = run
-    rows = []
+    rows, last = [], len(runs["PPO"][0]["rows"]["score"]) // 2
     for method, by_seed in runs.items():
         every = [run["rows"] for _, run in sorted(by_seed.items())]
         means = [fmean(r["score"]) for r in every]
@@ -207,12 +251,12 @@ def chat() -> dict[str, Any]:
         mean, half = difference(dict(zip(sorted(by_seed), means, strict=True)), base)
         row = [method, f"{fmean(means):.3f} ({', '.join(f'{x:.3f}' for x in means)})"]
         row += ["" if method == "PPO" else f"{mean:+.3f} ± {half:.3f}"]
-        row += [f"{fmean(fmean(r['score'][5:]) for r in every):.3f}"]
-        known = [x for r in every for x in r["explained"][5:]]
+        row += [f"{fmean(fmean(r['score'][-last:]) for r in every):.3f}"]
+        known = [x for r in every for x in r["explained"][-last:]]
         row += [f"{median(known):.2f}" if known else ""]
         row += [f"{fmean(r['cpu'][0] for r in every):.0f}"]
         rows.append(row)
-    columns = ["", "score, mean and each seed", "ahead of PPO", "the last 320 responses"]
+    columns = ["", "score, mean and each seed", "minus PPO", "second half"]
     return {"columns": [*columns, "explained variance", "CPU s"], "rows": rows}
 
 
@@ -226,6 +270,8 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
     all_axes = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
     for axes, length, title in zip(all_axes, lengths, titles(game, lengths), strict=True):
         for number, method in enumerate((*METHODS, NO_WARM_UP)):
+            if (game, length, method) not in runs:
+                continue
             found = list(runs[game, length, method].values())
             size = 64 // int(found[0]["rows"]["episodes"][0])  # SAO's iterations have 16 episodes
             curves = [
@@ -258,22 +304,24 @@ def draw_prices(runs: Runs, game: str, lengths: list[int]) -> None:
                 found = areas(runs, game, length, cost(price))
                 points.append(difference(found[NO_WARM_UP], found[other]))
             means, halves = zip(*((100 * m, 100 * h) for m, h in points), strict=True)
-            axes.errorbar(PRICES, means, halves, capsize=3, label=f"ahead of {other}")
+            axes.errorbar(PRICES, means, halves, capsize=3, label=f"minus {other}")
         axes.axhline(0, color="0.5", linewidth=1)
         axes.set_xscale("log", base=4)
         axes.set(title=f"{GAMES[game]}, {title}", xlabel="price of sampling / training")
         axes.grid(alpha=0.3)
-    all_axes[0].set_ylabel("points ahead at equal cost")
+    all_axes[0].set_ylabel("points, at equal cost")
     all_axes[-1].legend(fontsize=8)
     figure.savefig(IMAGES / f"critic_price_{game}.png", dpi=110)
 
 
 def main() -> None:
     """Write the tables and the pictures."""
-    runs, chosen = load()
+    by_lag, chosen = load()
+    runs = by_lag[0]
     measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
     measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES[1::2]}
-    tables: dict[str, Any] = {"rates": rates(chosen), "chat": chat()}
+    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(whole(by_lag))}
+    tables |= {task: real_model(task) for task in ("chat", "calculator") if read(task)}
     for game in GAMES:
         if lengths := lengths_of(runs, game):
             tables[f"success_{game}"] = success(runs, game, lengths)
@@ -281,11 +329,11 @@ def main() -> None:
             for critic, name in (("PPO", "ppo"), ("PPO, credit by turn", "turn"), ("SAO", "sao")):
                 tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
             tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
-            if all((game, n, m) in runs for m in VARIANTS for n in lengths):
-                tables[f"worst_{game}"] = worst(runs, game, lengths)
+            both = [n for n in lengths if all((game, n, m) in runs for m in VARIANTS)]
+            tables[f"worst_{game}"] = worst(runs, game, both)
             draw_curves(runs, game, lengths)
             draw_prices(runs, game, lengths)
-    every = [*chosen, *(run for by_seed in runs.values() for run in by_seed.values())]
+    every = [run for game in GAMES for run in read(game)]
     about = {
         "question": "For which length of episode, and at which price, does a critic pay?",
         "command": "python -m benchmarks.critic_or_groups, first with --choose",

@@ -1,6 +1,7 @@
 """The clock of a track: whole commands from a fixed start to a held-out target; see README.md.
 
 python -m benchmarks.speedrun TRACK --title "what is new" [--seeds 0 1 2]
+python -m benchmarks.speedrun demo --title "TRL 1.12, PPO" --trl PYTHON
 python -m benchmarks.speedrun     rewrite the file that the board's page is drawn from
 """
 
@@ -35,6 +36,7 @@ TRACKS: dict[str, tuple[str, float, bool]] = {
     "demo": ("examples/demo/run.py --output_dir @ --seeds SEED", 0.68, True),
     "chat": (CHAT, 0.5, False),
 }
+TRL = "benchmarks/speedrun/trl_ppo.py --output_dir @ --seed SEED --peer "  # the demo's
 BOARD = ["track", "what is new", "held out, each seed", "wall s", "CPU s", "processor", "reached"]
 
 
@@ -43,15 +45,16 @@ def held_out(track: str, folder: Path) -> float:
     if track == "chat":  # answers that are right and as asked
         judge = runpy.run_path(str(ROOT / "examples" / "chat_model" / "score.py"))["judge"]
         return fmean(row["followed"] and row["named"] for row in judge(folder / "after.jsonl"))
-    summary = json.loads((folder / "summary.json").read_text())
+    file = folder / ("judged-ppo" if track == "demo" else "") / "summary.json"
+    summary = json.loads(file.read_text())
     return float(summary["ppo"]["success"] if track == "text-world" else summary["win_rate"])
 
 
-def run(track: str, seed: int) -> dict[str, Any]:
+def run(track: str, seed: int, commands: str) -> dict[str, Any]:
     """Wall clock and CPU seconds of a track's commands, and their result."""
     with tempfile.TemporaryDirectory() as folder:
         begin, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        for line in TRACKS[track][0].splitlines():
+        for line in commands.splitlines():
             words = line.replace("@", folder).replace("SEED", str(seed)).split()
             env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}"}
             subprocess.run([sys.executable, "-W", "ignore", *words], cwd=ROOT, env=env, check=True)
@@ -77,8 +80,10 @@ def main() -> None:
     flags.add_argument("track", nargs="?", choices=list(TRACKS))
     flags.add_argument("--title", help="what is new in this record")
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    flags.add_argument("--trl", help="python of an environment with TRL 1.12, for the demo")
     args = flags.parse_args()
     if args.track:
+        commands = TRL + args.trl if args.trl else TRACKS[args.track][0]
         head = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.check_output(head, cwd=ROOT, text=True).strip()
         record = {
@@ -87,7 +92,7 @@ def main() -> None:
             **{"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]},
             "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
             "python": platform.python_version(),
-            "runs": [run(args.track, seed) for seed in args.seeds],
+            "runs": [run(args.track, seed, commands) for seed in args.seeds],
         }
         RECORDS.mkdir(exist_ok=True)
         number = 1 + len([*RECORDS.glob(f"{args.track}-*.json")])

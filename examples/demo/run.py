@@ -123,6 +123,30 @@ def run(folder: Path, seed: int, sizes: Sizes) -> None:
     held_out = folder / "data" / "held_out.jsonl"
     summarize(folder, "sft", held_out, seed)
     judge(folder, "judged-sft", "sft", "@reference")
+    train_reward_model(folder, seed, sizes)
+    command(
+        folder / "ppo" / "model.safetensors",
+        "ppo",
+        model_name_or_path=folder / "sft",
+        reward_model_path=folder / "reward",
+        dataset_name=folder / "data" / "prompts.jsonl",
+        total_episodes=sizes.episodes,
+        **PPO,
+        seed=seed,
+        output_dir=folder / "ppo",
+    )
+    summarize(folder, "ppo", held_out, seed)
+    judge(folder, "judged-ppo", "ppo", "@reference")
+    judge(folder, "ppo-against-sft", "ppo", folder / "summaries-sft" / "completions.jsonl")
+    if not (folder / "summary.json").exists():
+        summary = {**collect(folder), "seconds": round(time.perf_counter() - begin, 1)}
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    else:
+        print(f"All stages were already complete; remove {folder} to run them again.")
+
+
+def train_reward_model(folder: Path, seed: int, sizes: Sizes) -> None:
+    """Compare two answers of the supervised model to each post, and train on the choices."""
     answers, pairs = folder / "answers" / "completions.jsonl", folder / "preferences/pairs.jsonl"
     asked = {**SUMMARIES, "num_generations": 2, "temperature": 1.0, "seed": seed}
     places = (folder / "sft", folder / "data" / "preferences.jsonl")
@@ -145,25 +169,6 @@ def run(folder: Path, seed: int, sizes: Sizes) -> None:
     )
     if is_missing(folder / "exchanges" / "exchanges.json"):
         check_exchanges(folder / "exchanges", seed, folder / "reward")
-    command(
-        folder / "ppo" / "model.safetensors",
-        "ppo",
-        model_name_or_path=folder / "sft",
-        reward_model_path=folder / "reward",
-        dataset_name=folder / "data" / "prompts.jsonl",
-        total_episodes=sizes.episodes,
-        **PPO,
-        seed=seed,
-        output_dir=folder / "ppo",
-    )
-    summarize(folder, "ppo", held_out, seed)
-    judge(folder, "judged-ppo", "ppo", "@reference")
-    judge(folder, "ppo-against-sft", "ppo", folder / "summaries-sft" / "completions.jsonl")
-    if not (folder / "summary.json").exists():
-        summary = {**collect(folder), "seconds": round(time.perf_counter() - begin, 1)}
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    else:
-        print(f"All stages were already complete; remove {folder} to run them again.")
 
 
 def train_supervised(folder: Path, seed: int, sizes: Sizes) -> None:
