@@ -138,11 +138,11 @@ class PPOArguments(ValueArguments, CommonArguments):
         False, "Leave responses that were cut off by the length limit out of the losses."
     )
     drop_uniform_groups: bool = option(
-        False, "With num_generations, train only the value model on groups with equal scores."
+        False,
+        "With num_generations, train only the value model on groups whose scores are all equal.",
     )
     dynamic_sampling: Natural = option(
-        0,
-        "Number of rounds in which groups with equal scores are replaced with new prompts (DAPO).",
+        0, "Number of rounds in which new prompts replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
         0, "Over this many tokens before response_length, the score drops by up to 1 (DAPO)."
@@ -256,10 +256,11 @@ class GRPOArguments(GroupArguments, CommonArguments):
     credit: Literal["token", "turn"] = option(
         "token", "What is compared within a group: whole responses (token), or turn by turn."
     )
-    drop_uniform_groups: bool = option(False, "Leave groups with equal scores out of the loss.")
+    drop_uniform_groups: bool = option(
+        False, "Leave groups whose scores are all equal out of the loss."
+    )
     dynamic_sampling: Natural = option(
-        0,
-        "Number of rounds in which groups with equal scores are replaced with new prompts (DAPO).",
+        0, "Number of rounds in which new prompts replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
         0, "Over this many tokens before response_length, the score drops by up to 1 (DAPO)."

@@ -37,16 +37,18 @@ NAMES: dict[str, str] = {
     "objective/scores": "mean score per response, including the penalty for a missing stop token",
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
-    "objective/uniform_groups": "share of responses that are in groups with equal scores",
+    "objective/uniform_groups": "share of responses in groups whose scores are all equal",
     "policy/approxkl_avg": "nats per token; mean of 0.5 (log ratio)^2, where the ratio is to the "
     "policy that sampled the tokens or, with sampler_correction, to the policy before the "
     "iteration; per response if the ratio is clipped per response (RLOO)",
     "policy/policykl_avg": "nats per token; mean of old minus new log-probability, which is the k1 "
     "estimate of the KL to the same policy as in policy/approxkl_avg",
-    "policy/clipfrac_avg": "share of tokens (RLOO: responses) that the clip leaves untrained",
+    "policy/clipfrac_avg": "share of tokens (RLOO: responses) that get no gradient because of the "
+    "clip",
     "clip_ratio/low_mean": "share of tokens (RLOO: responses) with a negative advantage and a "
     "ratio below 1 - epsilon, which are clipped; GRPO and RLOO",
-    "clip_ratio/high_mean": "share with a positive advantage and a ratio above 1 + epsilon_high",
+    "clip_ratio/high_mean": "share of tokens (RLOO: responses) with a positive advantage and a "
+    "ratio above 1 + epsilon_high, which are clipped; GRPO and RLOO",
     "policy/entropy_avg": "nats per token; entropy of the policy during training",
     "policy/entropy_coef": "coefficient of the entropy bonus",
     "loss": "minimized loss: all terms times their coefficients, mean over optimizer steps",
@@ -62,7 +64,8 @@ NAMES: dict[str, str] = {
     "policy/ratio_p01": "1% quantile of these ratios (logarithm exact to 0.6%), mean over steps",
     "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
     "policy/ratio_max": "largest of these ratios, over tokens and optimizer steps",
-    "val/num_eos_tokens": "responses in the batch that ended by themselves (terminated), all ranks",
+    "val/num_eos_tokens": "terminated responses, which ended by themselves, in the batch on all "
+    "ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), for values before training",
     "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
     "if a batch teaches less than earlier ones",
@@ -84,9 +87,9 @@ NAMES: dict[str, str] = {
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
     "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
-    "rollout/untrained_rows": "responses left out of the loss: truncated, or groups of equal "
-    "scores",
-    "rollout/resampled_groups": "groups of equal scores that were replaced with other prompts",
+    "rollout/untrained_rows": "scored responses left out of the loss because they were truncated "
+    "or all scores in their group were equal",
+    "rollout/resampled_groups": "groups with all scores equal that other prompts replaced",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
     "rollout/ratio_min": "smallest importance ratio (learner / rollout engine) of a trained token, "
