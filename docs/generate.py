@@ -68,41 +68,42 @@ OF_ALGORITHM: dict[str, tuple[str, ...]] = {
     "remax": ("objective/greedy_scores",),
 }
 OPEN_INSTRUCT_METRICS = {
-    "training_step": "iterations finished",
+    "training_step": "number of finished iterations",
     "objective/loss": "loss/policy_avg + vf_coef x loss/value_avg",
     "objective/verifiable_correct_rate": "share of responses that a verifier scored above 0",
     "val/format_scores": "weighted rewards of r1_style_format",
     **{n: x for n, x in OPEN_INSTRUCT_NAMES.items() if n.startswith("val/")},
     "val/stop_token_rate": "share of terminated responses",
-    "time/training": "seconds of this iteration without waiting for samples",
-    "time/from_scratch": "seconds since training began, in this process",
+    "time/training": "seconds of this iteration that were not spent waiting for samples",
+    "time/from_scratch": "seconds since training began in this process",
 }
 OF_VERIFIERS = {
-    "objective/<verifier>_reward": "mean score of a verifier over the responses it scored",
+    "objective/<verifier>_reward": "mean score from a verifier over the responses that it scored",
     "objective/<verifier>_correct_rate": "share of those responses with a score above 0",
 }
 TRL_NOTES = {
-    "reward_std": "objective/scores_std, with n - 1 instead of n",
+    "reward_std": "objective/scores_std, with n - 1 in place of n",
     "kl": "loss/kl_avg; RLOO: objective/kl per token",
-    "policy_loss": "loss without the entropy bonus, where there is one",
+    "policy_loss": "the loss without the entropy bonus",
     "rewards/<function>/mean": "rewards/<function>",
     "<name>": "log/<name>: logged by a reward function through log_metric",
 }
 
 METRICS_HEAD = """# Metrics
 
-One row is logged every `logging_steps` updates: the mean over the updates since the last row, of
-values that are already means over the whole batch of all processes, real tokens only. Rows are in
-`trainer.state.log_history`, in `metrics.jsonl`, on screen and wherever `report_to` says.
+One row is logged every `logging_steps` iterations. It contains the means of the metrics over the
+iterations since the last row. Each metric of an iteration is computed over the whole batch on all
+processes, without padding. Rows are printed, written to `metrics.jsonl`, kept in
+`trainer.state.log_history`, and sent to the trackers that `report_to` names.
 
 | metric | meaning |
 |---|---|
 """
 
 SEED_METRICS_HEAD = """
-## Of asynchronous PPO
+## Metrics of asynchronous PPO
 
-`kedge async-ppo` logs these besides, under open-instruct's names.
+`kedge async-ppo` also logs these metrics, under open-instruct's names.
 
 | metric | meaning |
 |---|---|
@@ -112,11 +113,12 @@ SEED_METRICS_HEAD = """
 TRL_HEAD = """
 ## Under TRL's names
 
-`GRPOTrainer` and `RLOOTrainer` log these, too, in training and with `eval_` in evaluations. Not
-logged: `clip_ratio/low_min` and `clip_ratio/high_max`, extremes over micro-batches, which are cut
-to fit memory here; and `total_flos`, since the operations of sampling and scoring are not counted.
+`GRPOTrainer` and `RLOOTrainer` also log these metrics, in training and, with the prefix `eval_`, in
+evaluations. Two kinds of TRL's metrics are not logged. `clip_ratio/low_min` and
+`clip_ratio/high_max` are extremes over micro-batches, whose size in Kedge depends only on memory.
+`total_flos` is missing because the operations for sampling and scoring are not counted.
 
-| TRL | here |
+| TRL | Kedge |
 |---|---|
 """
 
@@ -140,7 +142,7 @@ def _cell_metrics(text: str) -> str:
 def options_table(rule: Callable[..., Any]) -> str:
     """Every option of a rule: name, default, what it does."""
     said = described(rule)
-    lines = ["| option | default | |", "|---|---|---|"]
+    lines = ["| option | default | meaning |", "|---|---|---|"]
     for name, parameter in inspect.signature(rule).parameters.items():
         lines.append(f"| `{name}` | `{parameter.default!r}` | {said[name]} |")
     return "\n".join(lines)
@@ -167,7 +169,7 @@ def metrics_table(rule: str) -> str:
         for name in NAMES
         if name in names
     ]
-    return "\n".join(["| metric | |", "|---|---|", *rows])
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
 
 
 def renewed(page: str, rule: str) -> str:
@@ -196,22 +198,22 @@ def write_algorithm_pages(folder: str) -> None:
 OPTIONS_HEAD = """\
 # Options
 
-Every field of `kedge.PPOConfig`, `AsyncPPOConfig`, `RLOOConfig` and `GRPOConfig`, which are
-`transformers.TrainingArguments` with more fields; and the names that only the dialects
-`kedge.trl.RLOOConfig` and `kedge.trl.GRPOConfig` have. A column holds the default in that config; a
-dash means that the config does not have the field. On the command line a field `name` is
-`--name VALUE`; a yes-or-no field is `--name` and `--no_name`. `max_steps`, `logging_steps`,
-`save_steps`, `eval_steps` and `warmup_steps` count iterations: one batch of responses each.
+This page lists every field of `kedge.PPOConfig`, `AsyncPPOConfig`, `RLOOConfig` and `GRPOConfig`,
+which extend `transformers.TrainingArguments`. It also lists the names that exist only in
+`kedge.trl.RLOOConfig` and `kedge.trl.GRPOConfig`. Each column shows the default in one config, and
+a dash means that the config does not have the field. On the command line, a field `name` is set
+with `--name VALUE`, and a yes-or-no field with `--name` or `--no_name`. `max_steps`,
+`logging_steps`, `save_steps`, `eval_steps` and `warmup_steps` count iterations, each of which
+samples and trains on one batch of responses.
 
-This page is made by `python docs/generate.py`,
-here with transformers {version}.
+`python docs/generate.py` generates this page, here with transformers {version}.
 """
 
 REFUSED_TEXT = """\
-These names may be given with their default; away from it they are refused."""
+These names are accepted only with their default values; other values raise an error."""
 
 IGNORED_TEXT = """\
-These names are accepted, with a line in the log."""
+These names are accepted but have no effect, and a line in the log says so."""
 
 
 # Sections of the page in order: those of the fields.
@@ -226,7 +228,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Loop and rollout engine": ("engine", "rollout engine"),
     "Process": ("process",),
     "Asynchronous PPO": ("asynchronous PPO",),
-    "Options of TRL that become others": ("names of TRL",),
+    "TRL options that set other options": ("names of TRL",),
 }
 
 CONFIGS: dict[str, type[OnPolicyConfig]] = {

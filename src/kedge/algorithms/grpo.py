@@ -65,20 +65,23 @@ def grpo(
     2025, arXiv:2511.14846).
 
     Args:
-        epsilon: ratio clip below 1.
-        epsilon_high: ratio clip above 1; None is ``epsilon``.  With "cispo" the largest weight;
-            None is 5.
-        delta: largest ratio of a token with negative advantage (two-sided clip), above
-            1 + epsilon_high.
-        beta: coefficient of the KL in the loss.  The trainer's ``kl_coef`` is that of the KL in the
-            reward (k1).
+        epsilon: clip range of the ratio below 1.
+        epsilon_high: clip range of the ratio above 1; None: ``epsilon``.  With "cispo", the largest
+            weight of a token; None: 5.
+        delta: upper limit of the ratio for tokens with a negative advantage (two-sided clip); it
+            must be above 1 + epsilon_high.
+        beta: coefficient of the KL in the loss; the trainer's ``kl_coef`` is the coefficient of the
+            KL in the reward (k1).
         kl_estimator: estimator of the KL in the loss: "k1", "k2", "k3" or "abs".
         use_bias_correction_kl: multiply the KL in the loss by the ratio (arXiv:2512.02556).
-        loss_type: see above.
-        scale_rewards: divide by the standard deviation of the group, of the batch, or not at all.
-        importance_sampling_level: "sequence" is GSPO: the geometric mean of a response's ratios.
-        response_length: limit of a response in tokens, for "dr_grpo".
-        credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
+        loss_type: how the loss averages over tokens and responses; see the variants above.
+        scale_rewards: divide advantages by the standard deviation of the group or of the batch, or
+            by neither.
+        importance_sampling_level: compute the ratio per "token", or per "sequence" as the geometric
+            mean over a response (GSPO).
+        response_length: maximum number of tokens in a response, which "dr_grpo" needs.
+        credit: compare whole responses ("token": all tokens share the advantage), or turn by turn
+            ("turn").
 
     Raises:
         ConfigError: inconsistent options.

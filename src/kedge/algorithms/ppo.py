@@ -72,29 +72,30 @@ def ppo(
     are scaled over turns (Turn-PPO, Li et al. 2025, arXiv:2512.17008).
 
     Args:
-        gamma: discount per token, or per turn.
-        lam: GAE's lambda, or a function of the actions bool [B, R] that gives one per row, such as
-            ``partial(length_adaptive_lambda, alpha=0.05)`` (VAPO, arXiv:2504.05118).
-        cliprange: ratio clip, epsilon in eq. 7 of arXiv:1707.06347.  A pair: below and above 1
-            (clip-higher, DAPO, with 0.28).  ``Clip(low, high, ceiling)``: with the largest ratio
-            of a token with negative advantage (dual clip, arXiv:1912.09729, with 3).
-            ``RatioMask(low, high)``: tokens whose ratio is outside give no gradient, whatever the
-            sign of the advantage (SAO, arXiv:2607.07508, with 0.3 and 5); they stay in the
-            denominator of the mean.  All of these are in ``kedge.engine``.
-        cliprange_value: clip of the value around its old prediction.
-        vf_coef: coefficient of the value loss.
-        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
-        whiten_rewards: scale rewards to unit variance, keeping their mean.
-        whiten_advantages: scale advantages, as above; "batch": always to unit variance, as TRL.
-        score_position: "last" puts the score on the last real token; "after_last" one slot later
-            where there is room, with what per-token rewards and environments give to the last
-            token, and scales by "batch", as TRL and arXiv:2403.17031 do.
-        bootstrap_truncated: bootstrap truncated responses from the value after their last token;
-            with ``credit="turn"`` those that end with an observation.
-        lam_value: GAE's lambda of the value targets; None: ``lam``, or 1 where ``lam`` is a
-            function, as in VAPO.  With 1 they are unbiased, which helps long responses (VC-PPO,
+        gamma: discount factor per token, or per turn with ``credit="turn"``.
+        lam: GAE's lambda, or a function that maps the actions (bool [B, R]) to one lambda per row,
+            such as ``partial(length_adaptive_lambda, alpha=0.05)`` (VAPO, arXiv:2504.05118).
+        cliprange: clip range of the ratio, epsilon in eq. 7 of arXiv:1707.06347.  A pair sets the
+            ranges below and above 1 (clip-higher; DAPO uses 0.28 above).  ``Clip(low, high,
+            ceiling)`` also limits the ratio of tokens with a negative advantage (dual clip,
+            arXiv:1912.09729, with 3).  With ``RatioMask(low, high)``, tokens whose ratio is outside
+            the range give no gradient, whatever the sign of their advantage (SAO, arXiv:2607.07508,
+            with 0.3 and 5), but count in the mean.  ``kedge.engine`` exports both.
+        cliprange_value: how far a new value may move from the old one before its loss is clipped.
+        vf_coef: weight of the value loss.
+        kl_estimator: KL estimator: "k1", "k2", "k3", "abs" or "full" (see ``kedge.math.kl``).
+        whiten_rewards: scale rewards to unit variance without changing their mean.
+        whiten_advantages: center advantages and scale them down, never up, to unit variance;
+            "batch": always scale to unit variance, as TRL does.
+        score_position: "last" puts the score on the last token.  "after_last" puts it one slot
+            later where there is room, together with per-token rewards of the last token, and scales
+            advantages as "batch" does; TRL and arXiv:2403.17031 do this.
+        bootstrap_truncated: for truncated responses, bootstrap from the value after the last token;
+            with ``credit="turn"``, only for those that end with an observation.
+        lam_value: GAE's lambda for the value targets; None: ``lam``, or 1 if ``lam`` is a function,
+            as in VAPO.  With 1, the targets are unbiased, which helps with long responses (VC-PPO,
             arXiv:2503.01491).
-        credit: what an action is: "token", or "turn" for tasks of many turns.
+        credit: what one action is: a "token", or a "turn" in tasks with many turns.
 
     Raises:
         ConfigError: ``credit="turn"`` with ``score_position="after_last"``.

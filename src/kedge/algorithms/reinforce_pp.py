@@ -52,17 +52,19 @@ def reinforce_pp(
     from turn k on; a response without turns is one turn, and b_0 the mean score of its group.
 
     Args:
-        cliprange: ratio clip, epsilon; or a pair, epsilon below and above 1.
-        gamma: discount per token.
-        kl_estimator: estimator of the KL in the reward; only "k1" has the right gradient there.
-        ratio_level: clip the ratio of tokens, of responses, or its geometric mean over tokens.
-        baseline: subtract the group's mean (REINFORCE++-baseline); the paper then puts the
-            KL into the loss (``kl_coef`` 0, ``beta`` above 0).
-        normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
-        reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
-        normalize_advantage: whiten advantages over all tokens of all ranks.
+        cliprange: clip range of the ratio, epsilon; a pair sets the ranges below and above 1.
+        gamma: discount factor per token.
+        kl_estimator: KL estimator in the reward; only "k1" gives the right gradient there.
+        ratio_level: clip the ratio per token, per response, or as its geometric mean over a
+            response.
+        baseline: subtract the group's mean score (REINFORCE++-baseline); the paper then moves the
+            KL to the loss (``kl_coef`` 0, ``beta`` above 0).
+        normalize_reward: scale scores to mean 0 and variance 1 over the batch, then clip them.
+        reward_clip_range: range to which scores are clipped: ``(low, high)``, or c for ``(-c, c)``.
+        normalize_advantage: whiten advantages over all tokens on all ranks.
         beta: coefficient of the KL in the loss.
-        loss_kl_estimator: "k1", "k2" or "k3"; k1 has no gradient on average.
+        loss_kl_estimator: KL estimator in the loss: "k1", "k2" or "k3"; "k1" has no gradient on
+            average.
 
     Raises:
         ValueError: an unknown estimator.

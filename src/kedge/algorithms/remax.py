@@ -26,9 +26,9 @@ def remax(*, cliprange: float = 0.2, kl_estimator: str = "k1") -> Algorithm:
         L = 1 / B sum_i sum_t -min(rho_t A_t, clip(rho_t) A_t)
 
     Args:
-        cliprange: ratio clip, epsilon; no effect with one optimizer step per batch, as in
-            the paper.
-        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
+        cliprange: clip range of the ratio, epsilon; it has no effect with one optimizer step per
+            batch, as in the paper.
+        kl_estimator: KL estimator: "k1", "k2", "k3", "abs" or "full" (see ``kedge.math.kl``).
     """
 
     def compute_advantages(e: AdvantageInputs, kl_coef: float) -> AdvantageOutput:

@@ -58,16 +58,17 @@ def rloo(
     al. 2025, arXiv:2511.14846).
 
     Args:
-        cliprange: ratio clip, epsilon; or a pair, epsilon below and above 1.
-        kl_estimator: "k1", "k2", "k3", "abs" or "full", see ``kedge.math.kl``.
-        ratio_level: clip the ratio of responses or tokens; None: "sequence", or "token" with
+        cliprange: clip range of the ratio, epsilon; a pair sets the ranges below and above 1.
+        kl_estimator: KL estimator: "k1", "k2", "k3", "abs" or "full" (see ``kedge.math.kl``).
+        ratio_level: clip the ratio per "sequence" or per "token"; None: "sequence", or "token" with
             ``token_level_kl``.
-        token_level_kl: charge a token with its own and later KL, not with that of the whole
-            response.
-        normalize_reward: normalize scores over the batch (mean 0, deviation 1) before clipping.
-        reward_clip_range: clip range of the scores: ``(low, high)``, or c for ``(-c, c)``.
-        normalize_advantage: normalize advantages to mean 0 and deviation 1 over the batch.
-        credit: compare responses ("token": all tokens share the advantage), or "turn" by turn.
+        token_level_kl: penalize each token for its own KL and that of later tokens, not for the KL
+            of the whole response.
+        normalize_reward: scale scores to mean 0 and variance 1 over the batch, then clip them.
+        reward_clip_range: range to which scores are clipped: ``(low, high)``, or c for ``(-c, c)``.
+        normalize_advantage: normalize advantages to mean 0 and standard deviation 1 over the batch.
+        credit: compare whole responses ("token": all tokens share the advantage), or turn by turn
+            ("turn").
 
     Raises:
         ConfigError: ``ratio_level="sequence"`` with ``token_level_kl`` or ``credit="turn"``, or

@@ -38,38 +38,34 @@ ENVIRONMENT = [field.name for field in fields(EnvironmentArguments)]
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = Flags("kedge generate", "Sample completions of prompts, or play episodes.", EPILOG)
-    flags.add_argument("model", help="The folder or hub name of the model.")
-    flags.add_argument("prompts", nargs="?", help="A dataset with a column prompt.")
-    flags.add_argument("--output", default="completions.jsonl", help="A .jsonl or .csv file.")
-    flags.add_argument("--prompt_column", help="The column of the prompts, if not prompt.")
-    flags.add_argument("--split", default="test", help="The split to read, if there are several.")
-    flags.add_argument("--limit", type=int, help="Use only this many prompts.")
-    flags.add_argument(
-        "--num_generations", type=int, default=1, help="How many completions a prompt gets."
+    add = flags.add_argument
+    add("model", help="Folder or hub name of the model.")
+    add("prompts", nargs="?", help="Dataset with a column prompt: a file, a folder or a hub name.")
+    add("--output", default="completions.jsonl", help=".jsonl or .csv file to write.")
+    add("--prompt_column", help="Name of the column with the prompts, if it is not prompt.")
+    add("--split", default="test", help="Split to read, if there are several.")
+    add("--limit", type=int, help="Number of prompts to use (default: all).")
+    add("--num_generations", type=int, default=1, help="Number of completions per prompt.")
+    add("--batch_size", type=int, default=BATCH, help="Number of completions sampled at a time.")
+    text = (
+        "Maximum number of tokens in a completion (default: 53), or in an episode after its prompt."
     )
-    flags.add_argument("--batch_size", type=int, default=BATCH, help="Completions at a time.")
-    flags.add_argument(
-        *("--max_new_tokens", "--response_length"),
-        type=int,
-        help="The most tokens of a completion (53 if unset), or of an episode after its prompt.",
-    )
-    flags.add_argument("--temperature", type=float, default=0.01, help="Sampling is greedy at 0.")
-    flags.add_argument("--top_k", type=int, default=0, help="Draw among this many tokens; 0: all.")
-    flags.add_argument(
-        "--top_p", type=float, default=1.0, help="Draw up to this probability; 1: all."
-    )
-    flags.add_argument("--max_prompt_length", type=int, help="Drop prompts with more tokens.")
-    flags.add_argument(
-        "--engine", choices=("embedded", "vllm"), default="embedded", help="What samples."
-    )
-    flags.add_argument("--seed", type=int, default=0, help="The seed of sampling.")
+    add("--max_new_tokens", "--response_length", type=int, help=text)
+    add("--temperature", type=float, default=0.01, help="Sampling temperature; 0 is greedy.")
+    add("--top_k", type=int, default=0, help="Sample only from this many tokens; 0 is off.")
+    text = "Sample only from the most likely tokens with this total probability; 1 is off."
+    add("--top_p", type=float, default=1.0, help=text)
+    add("--max_prompt_length", type=int, help="Drop prompts with more than this many tokens.")
+    text = "Rollout engine that samples."
+    add("--engine", choices=("embedded", "vllm"), default="embedded", help=text)
+    add("--seed", type=int, default=0, help="Seed for sampling (default: 0).")
     group = flags.add_argument_group("episodes")
-    group.add_argument("--episodes", type=int, help="How many to play: one per prompt, or 200.")
+    group.add_argument("--episodes", type=int, help="Number of episodes: one per prompt, or 200.")
     group.add_argument(
         "--success_score",
         type=float,
         default=1.0,
-        help="From which score an episode is a success, if there is no metric success.",
+        help="Score from which an episode is a success, if there is no metric success.",
     )
     hints = get_type_hints(EnvironmentArguments)
     for field in fields(EnvironmentArguments):  # environments have the same options in training

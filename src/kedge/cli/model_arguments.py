@@ -22,31 +22,31 @@ class ModelConfig:
         ConfigError: both 8 and 4 bits are requested, or two data types.
     """
 
-    model_name_or_path: str | None = option(None, "The folder or hub name of the model.")
-    model_revision: str = option("main", "Which branch, tag or commit of the hub is loaded.")
+    model_name_or_path: str | None = option(None, "Folder or hub name of the model.")
+    model_revision: str = option("main", "Branch, tag or commit of the model on the hub.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
-        "float32", "The data type of the weights."
+        "float32", "Data type of the weights."
     )
     attn_implementation: str | None = option(
-        None, "How attention is computed: sdpa, eager, flash_attention_2, ..."
+        None, "Attention implementation: sdpa, eager, flash_attention_2, ..."
     )
     use_peft: bool = option(False, "Train a LoRA adapter instead of the model's own weights.")
-    lora_r: Count = option(16, "The rank of the LoRA adapter: the higher, the more weights train.")
-    lora_alpha: Count = option(32, "The adapter's output counts lora_alpha / lora_r times.")
-    lora_dropout: float = option(0.05, "The adapter's dropout; Kedge's trainers turn it off.")
-    lora_target_modules: list[str] | None = option(None, "Which layers get an adapter, by name.")
-    lora_target_parameters: list[str] | None = option(None, "Which parameters get an adapter.")
-    lora_modules_to_save: list[str] | None = option(None, "Which layers train in full as well.")
-    lora_task_type: str = option("CAUSAL_LM", "The task that PEFT records in the adapter.")
-    use_rslora: bool = option(False, "Scale the adapter by lora_alpha / sqrt(lora_r).")
-    use_dora: bool = option(False, "Train the size and the direction of weights (DoRA).")
-    load_in_8bit: bool = option(False, "Hold frozen weights in 8 bits, with bitsandbytes.")
-    load_in_4bit: bool = option(False, "Hold frozen weights in 4 bits, with bitsandbytes.")
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "How 4 bits encode a number.")
-    use_bnb_nested_quant: bool = option(False, "Quantize the scales of 4-bit weights, too.")
-    bnb_4bit_quant_storage: str | None = option(None, "The type that stores 4-bit weights.")
+    lora_r: Count = option(16, "Rank of the LoRA adapter; a higher rank trains more weights.")
+    lora_alpha: Count = option(32, "The adapter's output is scaled by lora_alpha / lora_r.")
+    lora_dropout: float = option(0.05, "Dropout of the adapter; Kedge's trainers turn it off.")
+    lora_target_modules: list[str] | None = option(None, "Names of layers that get an adapter.")
+    lora_target_parameters: list[str] | None = option(None, "Parameters that get an adapter.")
+    lora_modules_to_save: list[str] | None = option(None, "Layers that are also trained in full.")
+    lora_task_type: str = option("CAUSAL_LM", "Task type that PEFT records in the adapter.")
+    use_rslora: bool = option(False, "Scale the adapter by lora_alpha / sqrt(lora_r) instead.")
+    use_dora: bool = option(False, "Train weights' magnitude and direction apart (DoRA).")
+    load_in_8bit: bool = option(False, "Keep frozen weights in 8 bits, with bitsandbytes.")
+    load_in_4bit: bool = option(False, "Keep frozen weights in 4 bits, with bitsandbytes.")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Data type of 4-bit weights.")
+    use_bnb_nested_quant: bool = option(False, "Also quantize the scales of 4-bit weights.")
+    bnb_4bit_quant_storage: str | None = option(None, "Type in which 4-bit weights are stored.")
     torch_dtype: Literal["auto", "bfloat16", "float16", "float32"] | None = option(
-        None, "The older name of dtype."
+        None, "Older name of dtype."
     )
     trust_remote_code: bool = field(default=False, init=False)
 

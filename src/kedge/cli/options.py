@@ -30,19 +30,19 @@ class ScriptArguments:
     """Datasets, reward sources and algorithm, by name."""
 
     dataset_name: str | None = option(
-        None, "The prompts: a json, jsonl, csv, parquet or txt file, a folder, or a hub name."
+        None, "Training prompts: a json, jsonl, csv, parquet or txt file, a folder, or a hub name."
     )
     eval_dataset_name: str | None = option(
-        None, "The prompts of evaluations, if they are elsewhere: a file, a folder or a hub name."
+        None, "Evaluation prompts, if they are elsewhere: a file, a folder or a hub name."
     )
     dataset_mixer_list: list[str] | None = option(
-        None, "A mixture in place of dataset_name, such as a.jsonl 0.5 b.jsonl 400."
+        None, "Mixture of datasets in place of dataset_name, such as a.jsonl 0.5 b.jsonl 400."
     )
-    dataset_config: str | None = option(None, "The configuration of a hub dataset, if several.")
-    dataset_train_split: str = option("train", "The split that has the training prompts.")
-    dataset_test_split: str = option("test", "The split that has the evaluation prompts.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset that has several.")
+    dataset_train_split: str = option("train", "Split with the training prompts.")
+    dataset_test_split: str = option("test", "Split with the evaluation prompts.")
     prompt_column: str | None = option(
-        None, "Which column has the prompts, if it is not called prompt, query or input_ids."
+        None, "Name of the column with the prompts, if it is not prompt, query or input_ids."
     )
     reward_funcs: list[str] | None = option(
         None, "One or more reward functions, each as file.py:function or module:function."
@@ -50,29 +50,29 @@ class ScriptArguments:
     dummy_reward: bool = option(
         False, "Score with an untrained random head, to try a run without a reward or a score head."
     )
-    reward_model_multiplier: float = option(1.0, "The weight of the reward model; at 0 none loads.")
+    reward_model_multiplier: float = option(1.0, "Weight of the reward model; with 0, none loads.")
     apply_verifiable_reward: bool = option(
-        False, "Score each row by the verifier that its column dataset names, against ground_truth."
+        False, "Score rows against ground_truth with the verifier that column dataset names."
     )
-    verification_reward: float = option(10.0, "The weight of apply_verifiable_reward.")
+    verification_reward: float = option(10.0, "Weight of apply_verifiable_reward.")
     add_r1_style_format_reward: bool = option(
         False, "Reward responses of the form ...</think> <answer>...</answer>."
     )
-    r1_style_format_reward: float = option(1.0, "The weight of add_r1_style_format_reward.")
-    value_model_path: str | None = option(None, "The folder or hub name of the value model.")
+    r1_style_format_reward: float = option(1.0, "Weight of add_r1_style_format_reward.")
+    value_model_path: str | None = option(None, "Folder or hub name of the value model.")
     algorithm: str | None = option(
         None,
-        "What replaces the algorithm of the command: reinforce_pp, reinforce_pp_baseline, "
-        "remax, or a kedge.Algorithm as file.py:name or module:name.",
+        "Algorithm to use instead of the command's: reinforce_pp, reinforce_pp_baseline, remax, "
+        "or a kedge.Algorithm as file.py:name or module:name.",
     )
     algorithm_kwargs: str | None = option(
-        None, 'The options of algorithm as JSON, such as {"baseline": true}.'
+        None, 'Options of that algorithm as JSON, such as {"baseline": true}.'
     )
 
     recipe: Literal["sao", "agent"] | None = option(
         None, "Use defaults for PPO that were published together; docs/recipes.md lists them."
     )
-    base_model: str | None = option(None, "The folder or hub name of another tokenizer.")
+    base_model: str | None = option(None, "Folder or hub name of another tokenizer.")
     sanity_check: bool = option(False, "Use only the first 100 rows of the dataset.")
 
     def __post_init__(self) -> None:
@@ -84,13 +84,13 @@ class ModelArguments(ModelConfig):
     """Options for loading the policy and its adapter."""
 
     model_name_or_path: str | None = option(
-        None, "The folder or hub name of the policy, unless sft_model_path is given."
+        None, "Folder or hub name of the policy, unless sft_model_path is set."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = option(
-        None, "The type of the policy's weights. If unset, float32, with autocast under bf16."
+        None, "Data type of the policy's weights. If unset, float32, with autocast under bf16."
     )
     lora_dropout: Annotated[float, Interval(ge=0, lt=1)] = option(
-        0.0, "The dropout of the adapter. It must be 0, since PPO trains without dropout."
+        0.0, "Dropout of the adapter. It must be 0, because PPO trains without dropout."
     )
     trust_remote_code: bool = field(default=False, init=False)  # the config has the option
 

@@ -75,28 +75,27 @@ class ValueArguments:
 
     value_source: Literal["auto", "reward", "policy", "copy"] = option(
         "auto",
-        "Where the value model comes from: reward is the reward model, policy a head on the "
-        "policy, copy a separate model with the policy's weights. auto takes the reward model if "
-        "it fits; else copy in environments, and policy with an adapter, with train_layers, or "
-        "for single responses.",
+        "Where the value model comes from: reward (the reward model), policy (a head on the "
+        "policy) or copy (a separate model with the policy's weights). auto takes the reward "
+        "model if it fits; otherwise copy in environments, and policy with an adapter, with "
+        "train_layers, or for single responses.",
     )
     value_adapter: bool = option(
         False,
         "Make the value model another adapter on the policy's base model, with the same settings. "
-        "It starts from reward_adapter if there is one. The policy needs an adapter, too.",
+        "It starts from reward_adapter if that is set. The policy must be an adapter, too.",
     )
     value_learning_rate: NonNegative | None = option(
-        None, "The learning rate of the value model. If unset, learning_rate."
+        None, "Learning rate of the value model. If unset, learning_rate."
     )
     value_warmup_steps: Natural = option(
-        0, "In how many iterations at the start only the value model trains."
+        0, "Number of iterations at the start in which only the value model is trained."
     )
     num_value_epochs: Count = option(
         1, "Value-model passes per policy pass. Early stopping by max_kl stops both models."
     )
     freeze_value_attention: bool = option(
-        False,
-        "Keep the attention layers of the value model (full, linear or recurrent) as they are.",
+        False, "Do not train the value model's attention layers (full, linear or recurrent)."
     )
 
 
@@ -106,77 +105,75 @@ class PPOArguments(ValueArguments, CommonArguments):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("ppo_config", "The name of the experiment, which run_name uses.")
+    exp_name: str = option("ppo_config", "Name of the experiment, which run_name uses by default.")
     # PPO.
     whiten_rewards: bool = option(
         False, "Scale rewards to unit variance without changing their mean."
     )
     scale_rewards: Literal["none", "running"] = option(
         "none",
-        "With running, divide scores by the standard deviation of all scores of the run so far.",
+        "With running, divide scores by the standard deviation of all scores in the run so far.",
     )
     whiten_advantages: bool = option(
         True, "Shift advantages to mean 0 and scale them down, never up, to unit variance."
     )
     cliprange: Bound = option(
-        0.2, "The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."
+        0.2, "Clip range: the ratio is clipped to 1 - cliprange .. 1 + cliprange."
     )
     cliprange_high: Bound | None = option(
-        None, "The upper bound of the clip is 1 + this, for example 0.28. If unset, cliprange."
+        None, "Upper clip range: the ratio is clipped to 1 + this. If unset, cliprange."
     )
     policy_loss: Literal["clip", "mask"] = option(
         "clip",
-        "With clip, tokens stop training when their advantage pushes them out of the clip range. "
-        "With mask, tokens whose ratio is outside of the range do not train, whatever their "
-        "advantage (SAO).",
+        "With clip, a token gives no gradient if its advantage pushes its ratio further outside "
+        "the clip range. With mask, a token whose ratio is outside the range gives no gradient, "
+        "whatever its advantage (SAO).",
     )
     loss_aggregation: Literal["token", "sequence", "constant"] = option(
         "token",
-        "How the loss weighs tokens. token: all tokens alike. sequence: all responses alike. "
-        "constant: by 1 / response_length (policy loss alone).",
+        "How the loss weights tokens: token weights all tokens equally, sequence all responses "
+        "equally, and constant each token by 1 / response_length (policy loss only).",
     )
     mask_truncated_completions: bool = option(
-        False, "Leave responses that were cut off at the length limit out of the losses."
+        False, "Leave responses that were cut off by the length limit out of the losses."
     )
     drop_uniform_groups: bool = option(
         False,
-        "With num_generations, let groups whose scores are all equal train the value model alone.",
+        "With num_generations, train only the value model on groups whose scores are all equal.",
     )
     dynamic_sampling: Natural = option(
-        0, "How many rounds of new prompts may replace groups whose scores are all equal (DAPO)."
+        0, "Number of rounds in which new prompts replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
-        0, "Over this many tokens before response_length the score drops by up to 1 (DAPO)."
+        0, "Over this many tokens before response_length, the score drops by up to 1 (DAPO)."
     )
-    vf_coef: NonNegative = option(0.1, "The weight of the value loss.")
+    vf_coef: NonNegative = option(0.1, "Weight of the value loss.")
     cliprange_value: Bound = option(
         0.2, "How far a new value may move from the old one before its loss is clipped."
     )
-    gamma: Probability = option(1.0, "The discount factor per token, or per turn with credit=turn.")
-    lam: Probability = option(0.95, "The lambda of generalized advantage estimation.")
+    gamma: Probability = option(1.0, "Discount factor per token, or per turn with credit=turn.")
+    lam: Probability = option(0.95, "Lambda of generalized advantage estimation (GAE).")
     score_position: Literal["last", "after_last"] = option(
         "last",
-        "Where the score of a response is placed: on its last token, or (after_last) one slot "
+        "Where to place the score of a response: on its last token, or (after_last) one slot "
         "later, with advantages scaled as in TRL.",
     )
     bootstrap_truncated: bool = option(
-        False, "If the length limit cuts a response off, the value model estimates the rest."
+        False, "If the length limit cuts off a response, let the value model estimate the rest."
     )
     lam_value: Probability | None = option(
         None,
-        "The lambda of the value targets; 1 suits long responses. If unset, lam, or 1 with "
-        "lam_alpha.",
+        "Lambda for the value targets; 1 suits long responses. If unset, lam, or 1 with lam_alpha.",
     )
     lam_alpha: Positive | None = option(
-        None, "For advantages, replace lam by 1 - 1 / (lam_alpha x tokens) (VAPO, with 0.05)."
+        None, "For advantages, replace lam with 1 - 1 / (lam_alpha x tokens) (VAPO, with 0.05)."
     )
     dual_clip: Annotated[float | None, Gt(1)] = option(
-        None,
-        "The largest ratio of tokens with a negative advantage, for example 3. Default: no limit.",
+        None, "Largest ratio of tokens with a negative advantage, for example 3. Default: no limit."
     )
     credit: Literal["token", "turn"] = option(
         "token",
-        "What gets one advantage and counts for gamma and lam: a token, or a turn of an episode.",
+        "Whether one action (one advantage, one step for gamma and lam) is a token or a turn.",
     )
 
     def _check(self) -> None:
@@ -207,73 +204,66 @@ class GRPOArguments(GroupArguments, CommonArguments):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("grpo_config", "The name of the experiment, which run_name uses.")
-    learning_rate: float = option(1e-6, "The learning rate of the policy.")
-    num_ppo_epochs: int = option(1, "How often each batch is trained on.")
-    num_generations: int = option(8, "How many responses are sampled for each prompt, at least 2.")
-    response_length: int = option(512, "The most tokens that a response may have.")
+    exp_name: str = option("grpo_config", "Name of the experiment, which run_name uses by default.")
+    learning_rate: float = option(1e-6, "Learning rate of the policy.")
+    num_ppo_epochs: int = option(1, "Number of passes over each batch.")
+    num_generations: int = option(8, "Number of responses sampled per prompt, at least 2.")
+    response_length: int = option(512, "Maximum number of tokens in a response.")
     temperature: float = option(
-        1.0, "The sampling temperature. Training divides the logits by it, too."
+        1.0, "Sampling temperature. The logits are also divided by it in training."
     )
-    kl_coef: float = option(
-        0.0, "The weight of a KL penalty (k1) in the reward, in addition to beta."
-    )
+    kl_coef: float = option(0.0, "Weight of a KL penalty (k1) in the reward, in addition to beta.")
 
     # GRPO.
-    epsilon: Bound = option(
-        0.2, "The lower bound of the clip: the probability ratio is at least 1 - epsilon."
-    )
+    epsilon: Bound = option(0.2, "Lower clip range: the ratio is clipped to at least 1 - epsilon.")
     epsilon_high: Bound | None = option(
         None,
-        "The upper bound of the clip: the ratio is at most 1 + this. If unset, epsilon. With "
-        "loss_type=cispo it is the largest weight, and 5 if unset.",
+        "Upper clip range: the ratio is clipped to at most 1 + this. If unset, epsilon. With "
+        "loss_type=cispo, the largest weight of a token; if unset, 5.",
     )
     delta: Annotated[float | None, Gt(1)] = option(
-        None,
-        "The largest ratio that counts for tokens with a negative advantage. Default: no limit.",
+        None, "Upper limit of the ratio for tokens with a negative advantage. Default: no limit."
     )
     beta: NonNegative = option(
-        0.0, "The weight of the KL in the loss. Above 0 the run needs a reference."
+        0.0, "Weight of the KL in the loss. If it is above 0, the run needs a reference."
     )
     kl_estimator: KLEstimator = option(
-        "k3", "How the KL in the loss is estimated from log-probabilities: k1, k2, k3 or abs."
+        "k3", "How to estimate the KL in the loss from log-probabilities: k1, k2, k3 or abs."
     )
     use_bias_correction_kl: bool = option(
         True, "Multiply the KL in the loss by the probability ratio."
     )
     loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo"] = option(
         "dapo",
-        "How the loss averages over tokens (grpo, dr_grpo, dapo, bnpo), or cispo, which weighs "
+        "How the loss averages over tokens (grpo, dr_grpo, dapo, bnpo), or cispo, which weights "
         "tokens instead of clipping them.",
     )
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "group",
-        "Divide advantages by the standard deviation of the scores of the group or of the batch.",
+        "group", "Divide advantages by the scores' standard deviation in the group or in the batch."
     )
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
         "sum_then_normalize",
-        "With several rewards: normalize their weighted sum, or normalize each of them within its "
-        "group first (GDPO).",
+        "With several rewards, normalize their weighted sum, or normalize each of them within its "
+        "group before they are added up (GDPO).",
     )
     importance_sampling_level: Literal["token", "sequence"] = option(
         "token",
-        "Compute the ratio for each token, or for each response as the geometric mean of its "
-        "tokens (sequence, GSPO).",
+        "Compute the ratio per token, or (sequence, GSPO) per response as a geometric mean.",
     )
     mask_truncated_completions: bool = option(
-        False, "Leave responses that were cut off at the length limit out of the loss."
+        False, "Leave responses that were cut off by the length limit out of the loss."
     )
     credit: Literal["token", "turn"] = option(
-        "token", "What is compared within a group: whole responses, or turn by turn."
+        "token", "What is compared within a group: whole responses (token), or turn by turn."
     )
     drop_uniform_groups: bool = option(
         False, "Leave groups whose scores are all equal out of the loss."
     )
     dynamic_sampling: Natural = option(
-        0, "How many rounds of new prompts may replace groups whose scores are all equal (DAPO)."
+        0, "Number of rounds in which new prompts replace groups whose scores are all equal (DAPO)."
     )
     overlong_buffer: Natural = option(
-        0, "Over this many tokens before response_length the score drops by up to 1 (DAPO)."
+        0, "Over this many tokens before response_length, the score drops by up to 1 (DAPO)."
     )
 
     @property
@@ -325,13 +315,13 @@ class RLOOArguments(GroupArguments, CommonArguments):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    exp_name: str = option("rloo_config", "The name of the experiment, which run_name uses.")
-    num_generations: int = option(2, "How many responses are sampled for each prompt, at least 2.")
+    exp_name: str = option("rloo_config", "Name of the experiment, which run_name uses by default.")
+    num_generations: int = option(2, "Number of responses sampled per prompt, at least 2.")
     cliprange: Bound = option(
-        0.2, "The probability ratio is clipped to 1 - cliprange .. 1 + cliprange."
+        0.2, "Clip range: the ratio is clipped to 1 - cliprange .. 1 + cliprange."
     )
     cliprange_high: Bound | None = option(
-        None, "The upper bound of the clip is 1 + this. If unset, cliprange."
+        None, "Upper clip range: the ratio is clipped to 1 + this. If unset, cliprange."
     )
     normalize_advantage: bool = option(
         False, "Scale advantages to mean 0 and unit variance over the whole batch."
@@ -342,21 +332,21 @@ class RLOOArguments(GroupArguments, CommonArguments):
         "with token_level_kl.",
     )
     token_level_kl: bool = option(
-        False, "Charge each token with its own and later KL, not with that of the whole response."
+        False, "Penalize each token for its own and later KL, not for the KL of the whole response."
     )
     normalize_reward: bool = option(
         False, "Scale scores to mean 0 and unit variance over the whole batch, then clip them."
     )
     reward_clip_range: Annotated[list[float] | None, Accepts(float)] = option(
         None,
-        "Clip scores to low .. high, or to -c .. c if it is one number c. It acts without "
-        "normalize_reward, too.",
+        "Clip scores to low .. high, or to -c .. c if this is one number c. It also works without "
+        "normalize_reward.",
     )
     credit: Literal["token", "turn"] = option(
-        "token", "What is compared within a group: whole responses, or turn by turn."
+        "token", "What is compared within a group: whole responses (token), or turn by turn."
     )
     mask_truncated_completions: bool = option(
-        False, "Leave responses that were cut off at the length limit out of the loss."
+        False, "Leave responses that were cut off by the length limit out of the loss."
     )
 
     def _check(self) -> None:

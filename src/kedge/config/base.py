@@ -70,28 +70,27 @@ class OnPolicyConfig(CommonArguments, TrainingArguments):
 
     # Fields of TrainingArguments with other defaults.
     logging_steps: float = option(
-        10, "How many iterations lie between two rows of metrics; below 1, a fraction of the run."
+        10, "Number of iterations between two rows of metrics; below 1, a fraction of the run."
     )
     gradient_checkpointing: bool | None = option(
-        True, "Compute activations again in the backward pass: less memory, about a third slower."
+        True, "Recompute activations in the backward pass: less memory, about a third more time."
     )
     bf16: bool | None = switch(  # type: ignore[assignment]
         None,
-        "Compute in bfloat16 over float32 weights. If unset, on where PyTorch says that the GPU "
-        "supports it. Slow on processors without bf16 instructions.",
+        "Compute in bfloat16, with float32 weights. If unset, it is on if PyTorch says that the "
+        "GPU supports it. It is slow on processors without bf16 instructions.",
     )
     report_to: None | str | list[str] = option(  # noqa: RUF036  (HfArgumentParser reads this order)
         None,
-        "Where metrics are sent: tensorboard, wandb, trackio, others of transformers, or a list. "
-        "If unset, only files are written.",
+        "Where to send metrics: tensorboard, wandb, trackio, others that transformers supports, "
+        "or a list. If unset, they are only written to files.",
     )
     trackio_space_id: str | None = option(
         "trackio",
-        "The Hugging Face Space of the dashboard, with report_to=trackio. Without a login the "
-        "dashboard is local.",
+        "The dashboard's Hugging Face Space, with report_to=trackio. Without a login, it is local.",
     )
     run_name: str | None = option(
-        None, "The name of the run in trackers. If unset, exp_name, if that is given."
+        None, "Name of the run in trackers. If unset, exp_name, if that is set."
     )
 
     def __new__(cls, *args: Any, **options: Any) -> OnPolicyConfig:

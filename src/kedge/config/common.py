@@ -44,38 +44,40 @@ class BatchArguments:
 
     SECTION: ClassVar[str] = "batch sizes and run length"
 
-    num_ppo_epochs: Count = option(4, "How often each batch is trained on.")
-    num_mini_batches: Count = option(1, "How many optimizer steps a pass over the batch takes.")
+    num_ppo_epochs: Count = option(4, "Number of passes over each batch.")
+    num_mini_batches: Count = option(1, "Number of optimizer steps per pass over the batch.")
     total_episodes: Annotated[int | None, Interval(ge=1, le=MOST)] = option(
         None,
-        "How many responses the run generates. If unset, num_train_epochs or max_steps ends it.",
+        "Number of responses to generate. If unset, num_train_epochs or max_steps ends the run.",
     )
-    num_generations: Count = option(1, "How many responses are sampled for each prompt.")
+    num_generations: Count = option(1, "Number of responses sampled per prompt.")
     max_tokens_per_micro_batch: Count | None = option(
         None,
-        "The most tokens of one forward and backward pass, padding included: rows are sorted by "
-        "length and cut by tokens instead of per_device_train_batch_size rows. The gradient is "
-        "the same.",
+        "Maximum number of tokens, with padding, in a forward and backward pass. Micro-batches "
+        "then have as many rows of similar length as fit, instead of per_device_train_batch_size "
+        "rows. This does not change the gradient.",
     )
     local_rollout_forward_batch_size: Count = option(
-        64, "How many rows a process samples, scores and computes log-probabilities of at a time."
+        64, "Number of rows that a process samples, scores or passes through a model at a time."
     )
-    world_size: Count | None = option(None, "Filled in by Kedge: the processes that train.")
-    num_total_batches: Count | None = option(None, "Filled in by Kedge: the iterations of the run.")
+    world_size: Count | None = option(None, "Set by Kedge: the number of training processes.")
+    num_total_batches: Count | None = option(
+        None, "Set by Kedge: the number of iterations in the run."
+    )
     micro_batch_size: Count | None = option(
-        None, "Filled in by Kedge: per_device_train_batch_size x world_size."
+        None, "Set by Kedge: per_device_train_batch_size x world_size."
     )
     local_batch_size: Count | None = option(
-        None, "Filled in by Kedge: per_device_train_batch_size x gradient_accumulation_steps."
+        None, "Set by Kedge: per_device_train_batch_size x gradient_accumulation_steps."
     )
     batch_size: Count | None = option(
-        None, "Filled in by Kedge: responses of an iteration, all processes."
+        None, "Set by Kedge: the number of responses per iteration, over all processes."
     )
     local_mini_batch_size: Count | None = option(
-        None, "Filled in by Kedge: local_batch_size / num_mini_batches."
+        None, "Set by Kedge: local_batch_size / num_mini_batches."
     )
     mini_batch_size: Count | None = option(
-        None, "Filled in by Kedge: responses of an optimizer step."
+        None, "Set by Kedge: the number of responses per optimizer step."
     )
 
 
@@ -85,35 +87,33 @@ class ModelArguments:
 
     SECTION: ClassVar[str] = "models"
 
-    model_adapter_name: str | None = option(None, "Which PEFT adapter trains, by name.")
+    model_adapter_name: str | None = option(None, "Name of the PEFT adapter to train.")
     ref_adapter_name: str | None = option(
         None,
-        "The name of the PEFT adapter that serves as the reference. If unset, the reference is "
-        "the base model for a new adapter, and a frozen copy for an adapter that was trained "
-        "before.",
+        "Name of the PEFT adapter that serves as the reference. If unset, the reference is the "
+        "base model for a new adapter, or a frozen copy of an adapter that was trained before.",
     )
     allow_low_precision_weights: bool = option(
         False,
-        "Train bf16 or fp16 weights as they are. They round small changes away, so by default "
-        "weights train in float32.",
+        "Keep bf16 or fp16 weights in that type while they are trained. By default they are "
+        "trained in float32, because bf16 and fp16 round small changes away.",
     )
     train_layers: Count | None = option(
         None,
-        "Train only this many of the top transformer layers of policy and value model, with the "
-        "final norm and the output layer (unless it is tied to the embedding). If unset, all "
-        "layers train.",
+        "Train only this many of the top transformer layers of the policy and the value model, "
+        "with the final norm and the output layer (unless it is tied to the embedding). If unset, "
+        "all layers are trained.",
     )
     cache_trunk: bool = option(
         True,
         "If the lower layers are frozen, compute their output once per batch and use it in all "
-        "epochs and in all models that share them.",
+        "epochs and in all models that share these layers.",
     )
     model_init_kwargs: dict[str, Any] | str | None = option(
-        None,
-        "Extra arguments of from_pretrained for policy and reference by name; JSON in a command.",
+        None, "Extra arguments of from_pretrained for policy and reference; JSON in a command."
     )
     trust_remote_code: bool = option(
-        False, "Run the custom code that comes with a model given by name."
+        False, "Run the custom code that comes with models given by name."
     )
 
 
@@ -123,32 +123,31 @@ class SamplingArguments:
 
     SECTION: ClassVar[str] = "sampling"
 
-    response_length: Count = option(53, "The most tokens that a response may have.")
+    response_length: Count = option(53, "Maximum number of tokens in a response.")
     min_new_tokens: Natural = option(
-        0, "The fewest tokens that a response may have. Stop tokens are banned until then."
+        0, "Minimum number of tokens in a response. Until then, stop tokens are not sampled."
     )
     temperature: Annotated[float, Interval(ge=1e-6, le=1000)] = option(
-        0.7, "The sampling temperature. Training divides the logits by it, too."
+        0.7, "Sampling temperature. The logits are also divided by it in training."
     )
-    top_k: Natural = option(0, "Sample only among this many most likely tokens. 0 is off.")
+    top_k: Natural = option(0, "Sample only from this many most likely tokens. 0 is off.")
     top_p: Annotated[float, Interval(gt=0, le=1)] = option(
         1.0,
-        "Sample only among the most likely tokens that together have this probability. 1 is off.",
+        "Sample only from the most likely tokens that together have this probability. 1 is off.",
     )
     min_p: Annotated[float, Interval(ge=0, lt=1)] = option(
-        0.0, "Never sample tokens less likely than this fraction of the likeliest one. 0 is off."
+        0.0,
+        "Do not sample tokens whose probability is below this share of the highest one. 0 is off.",
     )
     stop_token: Literal["eos"] | None = option(
         "eos",
-        "End responses at the tokenizer's EOS token and at every eos_token_id of the model's "
-        "generation_config. With None (none on the command line) they end at neither.",
+        "With eos, responses end at the tokenizer's EOS token and at every eos_token_id in the "
+        "model's generation_config. With None (none on the command line), they end at neither.",
     )
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
-        None, "End responses at these token ids as well; with stop_token=None at these alone."
+        None, "Also end responses at these token ids; with stop_token=None, only at these."
     )
-    stop_strings: list[str] | None = option(
-        None, "End responses after any of these strings as well."
-    )
+    stop_strings: list[str] | None = option(None, "Also end responses after any of these strings.")
 
 
 @dataclass
@@ -158,18 +157,17 @@ class PromptArguments:
     SECTION: ClassVar[str] = "prompts"
 
     max_prompt_length: Count | None = option(
-        None,
-        "The most tokens that a prompt may have. If unset, only the models' context limits it.",
+        None, "Maximum number of tokens in a prompt. If unset, only the models' context limits it."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(
-        None, "Extra arguments for the chat template; JSON in a command."
+        None, "Extra keyword arguments for the chat template; JSON in a command."
     )
     overlong_prompts: Literal["drop", "truncate"] = option(
         "drop",
-        "Leave prompts above max_prompt_length out (drop), or cut them on the left (truncate).",
+        "Whether to drop prompts longer than max_prompt_length, or truncate them on the left.",
     )
-    shuffle_dataset: bool = option(True, "Shuffle the prompts again for every pass over them.")
-    dataset_num_proc: Count | None = option(None, "How many processes tokenize the dataset.")
+    shuffle_dataset: bool = option(True, "Reshuffle the prompts before every pass over them.")
+    dataset_num_proc: Count | None = option(None, "Number of processes that tokenize the dataset.")
 
 
 @dataclass
@@ -179,29 +177,29 @@ class RewardArguments:
     SECTION: ClassVar[str] = "rewards"
 
     missing_eos_penalty: NonNegative | None = option(
-        None, "What the score of a response that does not end with a stop token loses."
+        None, "Penalty subtracted from the score of a response that does not end with a stop token."
     )
     non_eos_penalty: bool = option(
-        False, "Score a response that does not end with a stop token penalty_reward_value instead."
+        False, "Score responses that do not end with a stop token penalty_reward_value instead."
     )
-    penalty_reward_value: float = option(-1.0, "The score that non_eos_penalty gives.")
+    penalty_reward_value: float = option(-1.0, "Score that non_eos_penalty gives.")
     reward_adapter: str | None = option(
         None,
-        "The folder or hub name of a reward model that is an adapter on the policy's base model. "
-        "The policy needs an adapter, too. In reward_weights it counts as the last reward model.",
+        "Folder or hub name of a reward model that is an adapter on the policy's base model. The "
+        "policy must be an adapter, too. In reward_weights, it counts as the last reward model.",
     )
     reward_weights: list[float] | None = option(
-        None, "The weight of each reward, in the order of the rewards. If unset, every weight is 1."
+        None, "Weight of each reward, in the order of the rewards. If unset, every weight is 1."
     )
     on_reward_error: Literal["raise", "score", "drop"] = option(
         "raise",
-        "What happens if a reward function raises: raise stops the run, score gives "
-        "reward_error_score, drop leaves the response out.",
+        "What to do if a reward function raises: raise ends the run, score gives the response "
+        "reward_error_score, and drop leaves the response out.",
     )
-    reward_error_score: float | None = option(None, "The score that on_reward_error=score gives.")
+    reward_error_score: float | None = option(None, "Score that on_reward_error=score gives.")
     reward_timeout: Seconds | None = option(
         None,
-        "How many seconds a call of a reward function may take. Responses that take longer are "
+        "Time limit for a call of a reward function, in seconds. Responses that take longer are "
         "dropped, or scored with on_reward_error=score. If unset, there is no limit.",
     )
 
@@ -214,18 +212,18 @@ class KLArguments:
 
     kl_coef: NonNegative = option(
         0.05,
-        "The weight of the KL penalty in the reward, which keeps the policy near the reference.",
+        "Weight of the KL penalty in the reward, which keeps the policy close to the reference.",
     )
     adaptive_kl: bool = option(
-        False, "Change kl_coef during training so that the KL approaches kl_target."
+        False, "Adapt kl_coef during training so that the KL approaches kl_target."
     )
-    kl_target: Positive = option(6.0, "The KL that adaptive_kl aims at, in nats per response.")
+    kl_target: Positive = option(6.0, "KL that adaptive_kl aims for, in nats per response.")
     kl_horizon: Positive = option(
-        10000.0, "Over how many responses adaptive_kl changes kl_coef: the more, the more slowly."
+        10000.0,
+        "Number of responses over which adaptive_kl adapts kl_coef; larger values adapt more "
+        "slowly.",
     )
-    entropy_coef: NonNegative = option(
-        0.0, "The weight of the entropy bonus in the loss, per token."
-    )
+    entropy_coef: NonNegative = option(0.0, "Weight of the entropy bonus in the loss, per token.")
 
 
 @dataclass
@@ -236,8 +234,8 @@ class EstimatorArguments:
 
     kl_estimator: KLEstimator = option(
         "k1",
-        "How the KL of a token is estimated from log-probabilities: k1, k2, k3 or abs. full "
-        "computes it exactly over the vocabulary.",
+        "How to estimate a token's KL from log-probabilities: k1, k2, k3 or abs. full computes it "
+        "exactly over the vocabulary.",
     )
 
 
@@ -248,47 +246,45 @@ class EnvironmentArguments:
     SECTION: ClassVar[str] = "environments"
 
     environment: str | None = option(
-        None, "The class or function that makes an environment, as module:Class or file.py:Class."
+        None, "Class or function that makes an environment, as module:Class or file.py:Class."
     )
     environment_kwargs: dict[str, Any] | str | None = option(
-        None, "The arguments of that class or function by name; JSON in a command."
+        None, "Keyword arguments for that class or function; JSON in a command."
     )
     max_turns: Count | None = option(
-        None,
-        "The most turns that an episode may have. If unset, response_length alone limits them.",
+        None, "Maximum number of turns in an episode. If unset, only response_length limits them."
     )
     max_turn_tokens: Count | None = option(
-        None, "The most tokens in one turn. If unset, whatever remains of response_length."
+        None, "Maximum number of tokens in a turn. If unset, what is left of response_length."
     )
     max_observation_tokens: Count | None = option(
         None,
-        "The most tokens of an observation, chat template included. Longer ones lose their middle.",
+        "Maximum number of tokens in an observation, with the template. Longer ones are cut in "
+        "the middle.",
     )
     drop_reasoning: bool = option(
         False,
-        "Drop the reasoning of earlier turns if the chat template does. The next turn then begins "
-        "a new context.",
+        "Drop the reasoning from earlier turns if the chat template does. The next turn then "
+        "begins a new context.",
     )
     max_episode_seconds: Seconds | None = option(
-        None, "The time limit in seconds for the environment of one episode, summed over its turns."
+        None, "Time limit for one episode's environment, in seconds, summed over its turns."
     )
     max_tool_calling_iterations: Count | None = option(
         None,
-        "In how many turns tools may be called; later calls are not executed. Default: no limit.",
+        "Maximum number of turns with tool calls; later calls are not executed. Default: no limit.",
     )
-    environment_timeout: Seconds = option(
-        60.0, "How many seconds one call of an environment may take."
-    )
+    environment_timeout: Seconds = option(60.0, "Time limit for one environment call, in seconds.")
     environment_concurrency: Count = option(
-        256, "How many calls of environments may run at the same time."
+        256, "Maximum number of environment calls that run at the same time."
     )
     on_env_error: Literal["raise", "drop", "score"] = option(
         "raise",
-        "What happens if an environment raises or times out: raise stops the run, drop leaves the "
-        "episode out, score gives it env_error_score.",
+        "What to do if an environment raises or times out: raise ends the run, drop leaves the "
+        "episode out, and score gives it env_error_score.",
     )
     env_error_score: float = option(
-        0.0, "The reward of the last turn if the environment failed, with on_env_error=score."
+        0.0, "Reward of the last turn if the environment fails, with on_env_error=score."
     )
 
 
@@ -300,33 +296,34 @@ class EngineArguments:
 
     max_lag: Natural | None = option(
         None,
-        "How many iterations sampling may run ahead of training. At 0 they take turns. If unset: "
-        "0, or 1 for AsyncPPOConfig, or 2 with in_flight_weight_updates.",
+        "Maximum number of iterations that sampling may run ahead of training. At 0, they take "
+        "turns. If unset: 0, or 1 in AsyncPPOConfig, or 2 with in_flight_weight_updates.",
     )
     rollout_schedule: Literal["in_order", "as_completed"] = option(
         "in_order",
-        "With max_lag above 0, in_order trains on whole batches in order; as_completed trains on "
-        "responses as they are finished. That is faster if lengths differ much, but the result "
-        "depends on timing.",
+        "With max_lag above 0, in_order trains on whole batches in order, and as_completed trains "
+        "on responses as soon as they are finished. as_completed is faster if lengths vary a lot, "
+        "but results then depend on timing.",
     )
     in_flight_weight_updates: bool = option(
         False,
-        "With as_completed, give engines new weights while they sample; unfinished responses "
-        "continue with them. Tokens may then be older than max_lag, and each has its own "
-        "importance weight.",
+        "With as_completed, send new weights to the engines while they sample; unfinished "
+        "responses continue with them. Tokens can then be older than max_lag, and each token has "
+        "its own importance weight.",
     )
     sampler_correction: SamplerCorrection | None = option(
         "auto",
-        "How training corrects for samples of another policy, by importance weights of the "
-        "learner against the rollout engine. truncate limits large weights, mask rejects them, "
-        "off has none. auto is truncate with vLLM, from max_lag=2, in flight, or if an option "
-        "below is set, and else off. mask_old, in flight, truncates and leaves out tokens older "
-        "than max_lag. ratio has no weights: the loss takes its ratio to the rollout engine.",
+        "How training corrects for responses from another policy, using importance weights "
+        "between learner and rollout engine. truncate limits large weights, mask rejects them, "
+        "and off turns this off. auto is truncate with vLLM, with max_lag of 2 or more, in "
+        "flight, or if an option below is set, and off otherwise. mask_old (in flight) truncates "
+        "and leaves out tokens older than max_lag. ratio uses no weights: the loss takes its "
+        "ratio to the rollout engine.",
     )
     sampler_correction_level: Literal["token", "sequence", "sequence_mean"] | None = option(
         None,
-        "What has one importance weight: a token, a response (sequence), or a response by the "
-        "geometric mean of its tokens (sequence_mean). If unset, a token.",
+        "What gets one importance weight: a token, a response (sequence), or a response with the "
+        "geometric mean of its tokens (sequence_mean). If unset, token.",
     )
     sampler_correction_high: Bound | None = option(
         None,
@@ -339,10 +336,10 @@ class EngineArguments:
         "sampler_correction_high for mask, and no bound for truncate.",
     )
     save_rollouts: str | None = option(
-        None, "The folder in which to record the responses of each iteration."
+        None, "Folder in which to record the responses of each iteration."
     )
     replay_rollouts: str | None = option(
-        None, "Train on the responses that save_rollouts wrote to this folder, instead of sampling."
+        None, "Instead of sampling, train on the responses that save_rollouts wrote to this folder."
     )
     preflight: bool = option(True, "Check models, rewards and masks on one batch before training.")
 
@@ -355,42 +352,41 @@ class LogArguments:
 
     overwrite_output_dir: bool = option(
         False,
-        "Start over in an output_dir that has checkpoints of another run, and delete them. "
-        "Without it such a folder is refused.",
+        "Start over in an output_dir that has another run's checkpoints, and delete them. Without "
+        "this option, such a folder is an error.",
     )
     logging_dir: str | None = option(
-        None, "The folder for TensorBoard. If unset, a folder in output_dir."
+        None, "Folder for TensorBoard. If unset, a folder in output_dir."
     )
-    exp_name: str = option("run", "The name of the experiment, which run_name uses.")
+    exp_name: str = option("run", "Name of the experiment, which run_name uses by default.")
     num_sample_generations: Natural = option(
-        10, "How many tables of sample completions are shown over the run. 0 shows none."
+        10, "Number of tables of sample completions over the run. 0 turns this off."
     )
     num_completions_to_print: Count | None = option(
-        None, "How many rows of each table of completions are printed. If unset, 5."
+        None, "Number of rows to print of each table of completions. If unset, 5."
     )
     log_unique_prompts: bool = option(
         False, "Show only one response per prompt in tables of completions."
     )
     log_token_rows: Natural = option(
-        4,
-        "How many responses are logged token by token with each row, for kedge report. 0 is none.",
+        4, "Number of responses logged token by token per row, for kedge report. 0 is off."
     )
     num_generations_eval: Count | None = option(
         None,
-        "How many completions an evaluation samples of each prompt. If unset, one, nearly greedy.",
+        "Number of responses sampled per prompt in an evaluation. If unset, one, nearly greedy.",
     )
     eval_success_score: float | None = option(
-        None, "A response with this score solves its prompt; logs eval_accuracy and eval_pass@k."
+        None, "Score from which a response solves its prompt; logs eval_accuracy and eval_pass@k."
     )
     eval_against_start: bool = option(
         False,
-        "Evaluate the policy before training, too; later evaluations log a win rate against it.",
+        "Also evaluate the policy before training; later evaluations log a win rate against it.",
     )
     stop_on_finding: bool = option(
         False,
-        "End the run with a checkpoint when kedge doctor finds what runs rarely recover from: a "
-        "dead reward, a score that falls, a collapsed entropy, or a policy far from the reference. "
-        "A resumed run continues past what was found before.",
+        "Save a checkpoint and end the run if kedge doctor finds a problem from which runs rarely "
+        "recover: a dead reward, a falling score, a collapsed entropy, or a policy far from the "
+        "reference. A resumed run ignores earlier findings.",
     )
 
 
@@ -402,11 +398,11 @@ class ScriptArguments:
 
     sft_model_path: str = option(
         "EleutherAI/pythia-160m",
-        "The folder or hub name of the policy and the reference, for commands and scripts.",
+        "Folder or hub name of the policy and the reference, for commands and scripts.",
     )
     reward_model_path: str = option(
         "EleutherAI/pythia-160m",
-        "The folder or hub name of the reward model, for commands and scripts.",
+        "Folder or hub name of the reward model, for commands and scripts.",
     )
 
 
@@ -455,13 +451,13 @@ class GroupArguments:
     SECTION: ClassVar[str] = "reference"
 
     sync_ref_model: bool = option(
-        False, "Move the reference towards the policy every ref_model_sync_steps iterations."
+        False, "Move the reference toward the policy every ref_model_sync_steps iterations."
     )
     ref_model_mixup_alpha: Annotated[float, Interval(gt=0, le=1)] = option(
-        0.6, "The share of the policy in the new reference. The rest is the old reference."
+        0.6, "Share of the policy in the new reference; the rest is the old reference."
     )
     ref_model_sync_steps: Count = option(
-        512, "After how many iterations sync_ref_model moves the reference."
+        512, "Number of iterations between two updates of the reference by sync_ref_model."
     )
 
 

@@ -88,75 +88,75 @@ class RolloutArguments:
     SECTION: ClassVar[str] = "rollout engine"
 
     ray_engine: Literal["vllm", "embedded"] = option(
-        "vllm", "Which rollout engine each actor has with rollout_engine=ray: vllm or embedded."
+        "vllm", "Rollout engine in each actor, with rollout_engine=ray: vllm or embedded."
     )
     ray_address: str | None = option(
-        None, "The address of a running Ray cluster. If unset, RAY_ADDRESS, or a new local cluster."
+        None, "Address of a running Ray cluster. If unset, RAY_ADDRESS, or a new local cluster."
     )
     ray_reward_workers: Natural = option(
-        0, "How many actors per learner score responses. With 0 the learner's process scores them."
+        0, "Number of actors per learner that score responses. With 0, the learner's process does."
     )
     ray_reward_gpus: NonNegative = option(
-        0.0, "How many GPUs each reward worker gets, for reward models. It may be a fraction."
+        0.0, "Number of GPUs per reward worker, for reward models. It may be a fraction."
     )
     ray_ref_workers: Natural = option(
         0,
-        "How many actors per learner compute the log-probabilities of the reference. With 0 the "
-        "learner's process computes them.",
+        "Number of actors per learner that run the reference. With 0, the learner's process does.",
     )
     ray_ref_gpus: NonNegative = option(
-        0.0, "How many GPUs each reference worker gets. It may be a fraction."
+        0.0, "Number of GPUs per reference worker. It may be a fraction."
     )
     ray_wait_seconds: Seconds = option(
-        300.0, "How many seconds to wait until the Ray cluster has room for all actors."
+        300.0, "Time to wait until the Ray cluster has room for all actors, in seconds."
     )
     rollout_engine: str = option(
         "embedded",
-        "What samples responses: embedded (PyTorch alone, in the learner), vllm (in the process "
-        "of each rank), vllm_server (a separate process), ray (actors), or the http:// address of "
-        "a running vLLM server.",
+        "What samples responses: embedded (PyTorch only, in the learner), vllm (in the process of "
+        "each rank), vllm_server (a separate process), ray (actors), or the http:// address of a "
+        "running vLLM server.",
     )
     vllm_engine_args: dict[str, Any] | str | None = option(
-        None, "Arguments of the vLLM engine by name; JSON in a command."
+        None, "vLLM's engine arguments by name; JSON in a command."
     )
     vllm_num_engines: Count = option(
-        1, "How many rollout engines share each batch, for ray and vllm_server."
+        1, "Number of rollout engines that share each batch, for ray and vllm_server."
     )
-    vllm_tensor_parallel_size: Count = option(1, "Over how many GPUs each vLLM engine is divided.")
+    vllm_tensor_parallel_size: Count = option(
+        1, "Number of GPUs over which each vLLM engine is sharded."
+    )
     vllm_python: str | None = option(
-        None, "The Python interpreter that has vLLM, for vllm_server. If unset, the current one."
+        None, "Python interpreter that has vLLM, for vllm_server. If unset, the current one."
     )
     weight_sync_folder: str | None = option(
         None,
-        "The folder through which weights are sent to a server, which must see it at the same "
+        "Folder through which weights are sent to a server, which must see it under the same "
         "path. If unset, this machine's shared memory.",
     )
     vllm_transfer: Literal["auto", "nccl", "host"] = option(
         "auto",
-        "How weights reach engines on Ray: nccl (from GPU to GPU), host (through host memory), or "
-        "auto, which is nccl if learner and engines have separate GPUs.",
+        "How weights are sent to engines on Ray: nccl (from GPU to GPU), host (through host "
+        "memory), or auto, which is nccl if the learner and the engines have separate GPUs.",
     )
     worker_start_timeout: Seconds = option(
-        600.0, "How many seconds a server or actor may take to start or to exchange weights."
+        600.0, "Time limit for starting a server or actor or sending it weights, in seconds."
     )
     worker_heartbeat: Seconds = option(
-        5.0, "How many seconds lie between two health checks of a server or actor while it works."
+        5.0, "Time between two health checks of a server or actor while it works, in seconds."
     )
     worker_timeout: Seconds = option(
-        60.0,
-        "After how many seconds without an answer a server or actor counts as hung.",
+        60.0, "Time without a response after which a server or actor counts as hung, in seconds."
     )
     rollout_timeout: Seconds = option(
         3600.0,
-        "How many seconds sampling one batch may take, on Ray or with several ranks. After that "
+        "Time limit for sampling one batch on Ray or with several ranks, in seconds. After that, "
         "the engine counts as hung.",
     )
-    vllm_sleep: bool = option(False, "Free vLLM's GPU memory while it does not sample.")
+    vllm_sleep: bool = option(False, "Free vLLM's GPU memory while it is not sampling.")
     vllm_tolerance: Positive | None = option(
         None,
-        "How far the mean log-probability of vLLM may be from the learner's after a weight sync, "
-        "in nats per token. If unset: 1e-3 in float32; in bfloat16 and float16 5e-2, or 2.5 times "
-        "what that precision changes in the learner.",
+        "Maximum difference between the mean log-probabilities of vLLM and the learner after a "
+        "weight sync, in nats per token. If unset: 1e-3 in float32; in bfloat16 and float16, "
+        "5e-2, or 2.5 times what that precision changes in the learner.",
     )
 
 

@@ -16,123 +16,127 @@ NAMES: dict[str, str] = {
     "epoch": "passes over the training prompts",
     "eps": "episodes per second since the start of this process",
     "num_input_tokens_seen": "prompt and response tokens since the start of the run",
-    "num_tokens": "prompt and response tokens sampled since the start of the run, no padding",
+    "num_tokens": "prompt and response tokens sampled since the start of the run, without padding",
     "memory/peak_cpu": "MiB; peak memory of rank 0 since its start",
     "memory/peak_gpu": "MiB; peak memory of tensors on the GPU of rank 0",
-    "tokens_per_second": "tokens of the policy sampled and trained on per second in this iteration",
+    "tokens_per_second": "policy tokens sampled and trained on per second of this iteration",
     "lr": "learning rate of the policy in this iteration; 0 during value_warmup_steps",
     "lr/value": "learning rate of the value model in this iteration",
     "grad_norm": "gradient norm of all trained weights before clipping, mean over optimizer steps",
-    "grad_norm/policy": "the same, of the policy's weights only; clipped apart from the value's",
-    "grad_norm/value": "the same, of the value model's weights only; a head on the policy's "
+    "grad_norm/policy": "gradient norm of the policy's weights, which are clipped separately",
+    "grad_norm/value": "gradient norm of the value model's weights; a value head on the policy's "
     "backbone is clipped together with the policy",
     "skipped_steps": "optimizer steps skipped because a gradient was not finite, since the start",
-    "objective/kl": "nats per response; KL estimator summed over a response, mean over responses",
-    "objective/kl2": "nats per response; the k2 estimate of the same, for any kl_estimator",
-    "objective/kl3": "nats per response; the k3 estimate of the same, for any kl_estimator",
+    "objective/kl": "nats per response; KL estimate summed over a response, mean over responses",
+    "objective/kl2": "nats per response; the KL with the k2 estimator, whatever kl_estimator is",
+    "objective/kl3": "nats per response; the KL with the k3 estimator, whatever kl_estimator is",
     "objective/kl_coef": "coefficient of the KL penalty used for this batch",
-    "objective/entropy": "nats per response; negative log-probability summed over its tokens",
-    "objective/non_score_reward": "KL penalty per response, stale tokens weighted; mean over them",
+    "objective/entropy": "nats per response; sum of its tokens' negative log-probabilities",
+    "objective/non_score_reward": "mean KL penalty per response, with stale tokens weighted",
     "objective/rlhf_reward": "score plus KL penalty, which PPO maximizes; mean over responses",
     "objective/scores": "mean score per response, including the penalty for a missing stop token",
     "objective/scores_std": "standard deviation of the scores over the batch",
     "objective/greedy_scores": "mean score of the greedy response to the same prompt (ReMax)",
-    "objective/uniform_groups": "share of grouped responses whose group has equal scores",
-    "policy/approxkl_avg": "nats per token; mean of 0.5 (log ratio)^2 relative to the policy that "
-    "sampled the tokens, or with sampler_correction to the policy before the iteration; "
-    "per response if the ratio is clipped per response (RLOO)",
-    "policy/policykl_avg": "nats per token; mean of old minus new log-probability: the k1 "
+    "objective/uniform_groups": "share of responses in groups whose scores are all equal",
+    "policy/approxkl_avg": "nats per token; mean of 0.5 (log ratio)^2, where the ratio is to the "
+    "policy that sampled the tokens or, with sampler_correction, to the policy before the "
+    "iteration; per response if the ratio is clipped per response (RLOO)",
+    "policy/policykl_avg": "nats per token; mean of old minus new log-probability, which is the k1 "
     "estimate of the KL to the same policy as in policy/approxkl_avg",
-    "policy/clipfrac_avg": "share of tokens (RLOO: responses) without gradient because of the clip",
-    "clip_ratio/low_mean": "share of tokens (RLOO: responses) clipped below: ratio under "
-    "1 - epsilon and negative advantage; GRPO and RLOO",
-    "clip_ratio/high_mean": "the same above: ratio over 1 + epsilon_high and positive advantage",
+    "policy/clipfrac_avg": "share of tokens (RLOO: responses) that get no gradient because of the "
+    "clip",
+    "clip_ratio/low_mean": "share of tokens (RLOO: responses) with a negative advantage and a "
+    "ratio below 1 - epsilon, which are clipped; GRPO and RLOO",
+    "clip_ratio/high_mean": "share of tokens (RLOO: responses) with a positive advantage and a "
+    "ratio above 1 + epsilon_high, which are clipped; GRPO and RLOO",
     "policy/entropy_avg": "nats per token; entropy of the policy during training",
     "policy/entropy_coef": "coefficient of the entropy bonus",
-    "loss": "the minimized loss: all terms times their coefficients, mean over optimizer steps",
+    "loss": "minimized loss: all terms times their coefficients, mean over optimizer steps",
     "loss/policy_avg": "policy loss, mean over optimizer steps",
     "loss/kl_avg": "KL in the loss without its coefficient beta, mean over optimizer steps",
     "loss/value_avg": "value loss without vf_coef, mean over optimizer steps",
-    "val/clipfrac_avg": "share of tokens whose clipped value loss is the larger one; RLOO: 0",
+    "val/clipfrac_avg": "share of tokens whose value loss the clip makes larger; 0 in RLOO",
     "val/ratio": "probability ratio to the same policy as in policy/approxkl_avg, mean over "
     "tokens (RLOO: responses) and optimizer steps",
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
-    "policy/ratio_min": "smallest probability ratio of a trained token to the same policy, before "
-    "any clip (per token also where the clip is per response), over tokens and optimizer steps",
-    "policy/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%), mean over steps",
+    "policy/ratio_min": "smallest probability ratio (as in val/ratio) of a trained token, before "
+    "clipping, over all optimizer steps; per token even if the clip is per response",
+    "policy/ratio_p01": "1% quantile of these ratios (logarithm exact to 0.6%), mean over steps",
     "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
-    "policy/ratio_max": "the largest of these ratios, over tokens and optimizer steps",
-    "val/num_eos_tokens": "terminated responses (ended by themselves) in the batch, over all ranks",
-    "val/explained_variance": "1 - Var(return - value) / Var(return), values before training",
+    "policy/ratio_max": "largest of these ratios, over tokens and optimizer steps",
+    "val/num_eos_tokens": "terminated responses, which ended by themselves, in the batch on all "
+    "ranks",
+    "val/explained_variance": "1 - Var(return - value) / Var(return), for values before training",
     "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
-    "where a batch teaches less than those before it",
-    "val/raw_advantage_std": "the same before the advantages are scaled, over tokens or turns",
+    "if a batch teaches less than earlier ones",
+    "val/raw_advantage_std": "standard deviation of the unscaled advantages over tokens or turns",
     "val/value_mean": "mean predicted value per token",
     "val/return_mean": "mean return per token",
-    "completions/mean_length": "tokens per response, including stop tokens; of an episode those of "
-    "the policy",
+    "completions/mean_length": "tokens per response, including stop tokens; in episodes, only the "
+    "policy's tokens",
     "completions/min_length": "tokens of the shortest response",
     "completions/max_length": "tokens of the longest response",
-    "completions/mean_terminated_length": "the same for terminated responses",
-    "completions/min_terminated_length": "the same for terminated responses",
-    "completions/max_terminated_length": "the same for terminated responses",
+    "completions/mean_terminated_length": "mean_length of the terminated responses",
+    "completions/min_terminated_length": "min_length of the terminated responses",
+    "completions/max_terminated_length": "max_length of the terminated responses",
     "completions/truncated_ratio": "share of responses cut off by the length limit",
-    "rollout/tokens": "prompt and response tokens of the batch, no padding",
-    "rollout/lag": "iterations between sampling and training, mean over responses (of the oldest "
-    "token of each)",
-    "rollout/lag_max": "the same for the oldest token that is trained on, over all ranks",
+    "rollout/tokens": "prompt and response tokens in the batch, without padding",
+    "rollout/lag": "iterations between sampling and training, for the oldest token of each "
+    "response; mean over responses",
+    "rollout/lag_max": "iterations since the oldest trained token on any rank was sampled",
     "rollout/too_old_tokens": "share of sampled tokens that are left out of the loss because they "
     "are older than max_lag; with sampler_correction=mask_old",
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
-    "rollout/untrained_rows": "scored responses left out of the loss: truncated, or equal scores",
-    "rollout/resampled_groups": "groups of equal scores that were replaced by other prompts",
+    "rollout/untrained_rows": "scored responses left out of the loss because they were truncated "
+    "or all scores in their group were equal",
+    "rollout/resampled_groups": "groups with all scores equal that other prompts replaced",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
-    "rollout/ratio_min": "smallest raw importance ratio (learner / rollout engine) of a trained "
-    "token before it is truncated or masked; where the engine recorded log-probabilities",
-    "rollout/ratio_p01": "1% quantile of these ratios (its logarithm to 0.6%)",
+    "rollout/ratio_min": "smallest importance ratio (learner / rollout engine) of a trained token, "
+    "before truncation or masking; only if the engine records log-probabilities",
+    "rollout/ratio_p01": "1% quantile of these ratios (its logarithm is exact to 0.6%)",
     "rollout/ratio_p99": "99% quantile of these ratios",
-    "rollout/ratio_max": "the largest of these ratios",
-    "rollout/logprob_gap": "nats per token; |log-probability of rollout engine - of learner| for "
-    "tokens of the newest policy version; not logged if all are older",
-    "rollout/sync_gap": "nats per token; the same on the fixed tokens that verify a weight sync "
-    "with vLLM: of the weights that sampled this batch, largest of the engines",
-    "rollout/stale_gap": "the same for responses sampled with older weights",
+    "rollout/ratio_max": "largest of these ratios",
+    "rollout/logprob_gap": "nats per token; absolute difference of log-probabilities between "
+    "rollout engine and learner, for tokens of the newest policy version (if there are any)",
+    "rollout/sync_gap": "nats per token; this difference on the fixed tokens that verify a weight "
+    "sync with vLLM, for the weights that sampled this batch; maximum over the engines",
+    "rollout/stale_gap": "nats per token; this difference for responses sampled with older weights",
     "environment/turns": "turns of the policy per episode",
     "environment/seconds": "seconds of sampling spent waiting for environments, per episode",
-    "environment/model_seconds": "the same spent in the model",
+    "environment/model_seconds": "seconds of sampling spent in the model, per episode",
     "environment/errors": "share of episodes whose environment failed",
     "environment/ended_done": "share of episodes that ended because their environment said so; "
-    "ended_truncated: it cut them off; ended_answer: an answer without a call; ended_turn_limit, "
-    "ended_token_limit, ended_time_limit: limits; ended_environment_error, ended_grader_error: the "
-    "environment, or its reward, failed",
-    "environment/hung_calls": "calls of environments beyond environment_timeout that have not "
-    "ended, when an episode is done; each keeps a thread, at most environment_concurrency",
-    "environment/cut_observations": "observations per episode whose middle was cut, because they "
-    "left no room for a turn",
+    "ended_truncated: because it cut them off; ended_answer: with an answer without a call; "
+    "ended_turn_limit, ended_token_limit, ended_time_limit: at a limit; ended_environment_error, "
+    "ended_grader_error: because the environment, or its reward, failed",
+    "environment/hung_calls": "environment calls that exceeded environment_timeout and still run "
+    "when an episode ends; each keeps a thread, at most environment_concurrency",
+    "environment/cut_observations": "observations per episode whose middle was cut out because "
+    "they left no room for a turn",
     "environment/new_contexts": "new contexts per episode (NewContext)",
-    "environment/reward_per_turn": "mean reward of a turn",
-    "environment/last_reward_share": "share of all rewards, in absolute value, that the last turn "
-    "of an episode gets",
+    "environment/reward_per_turn": "mean reward per turn",
+    "environment/last_reward_share": "share of an episode's rewards, in absolute value, that its "
+    "last turn gets",
     "environment/tool_calls": "tool calls per episode",
     "environment/tool_errors": "tool calls per episode that failed; the policy gets the error",
     "environment/invalid_calls": "tool calls per episode that could not be read",
-    "environment/loss_tokens": "share of response tokens that the policy produced; the others are "
-    "of environments",
-    "eval_loss": "minus the mean score, plus the KL times the coefficient of training: lower is "
+    "environment/loss_tokens": "share of response tokens that the policy produced; the others come "
+    "from environments",
+    "eval_loss": "minus the mean score, plus the KL times its coefficient in training; lower is "
     "better (TRL logs the surrogate loss, which does not measure quality)",
     "eval_accuracy": "share of evaluation responses that score at least eval_success_score",
     "eval_win_rate": "share of evaluation responses that score more than the initial policy's "
-    "response to the same prompt; ties count half",
+    "response to the same prompt; a tie counts as half",
     "time/rollout": "seconds of this iteration spent sampling",
     "time/reward": "seconds spent scoring",
-    "time/annotate": "seconds spent on log-probabilities, reference and values before training",
+    "time/annotate": "seconds spent computing log-probabilities and values before training",
     "time/update": "seconds spent on the optimizer steps",
     "time/step": "seconds of the whole iteration",
-    "train_loss": "last row: mean of loss over all iterations of the run",
-    "train_runtime": "last row: seconds of train()",
-    "train_samples_per_second": "last row: responses trained on per second",
-    "train_steps_per_second": "last row: iterations per second",
+    "train_loss": "last row only: mean of loss over all iterations of the run",
+    "train_runtime": "last row only: seconds that train() took",
+    "train_samples_per_second": "last row only: responses trained on per second",
+    "train_steps_per_second": "last row only: iterations per second",
 }
 # TRL's names in GRPO and RLOO -> Kedge's names; those trainers log both.
 TRL_NAMES: dict[str, str] = {
@@ -150,16 +154,16 @@ TRL_NAMES: dict[str, str] = {
     "step_time": "time/step",
 }
 PREFIXES: dict[str, str] = {
-    "rollout/token_lag/": "share of the trained tokens that were sampled N iterations ago; "
-    "where a batch has tokens of different ages",
-    "rewards/": "mean of one reward source over the responses it applies to; .../std: standard "
-    "deviation over them",
+    "rollout/token_lag/": "share of the trained tokens that were sampled that many iterations ago; "
+    "only if a batch has tokens of different ages",
+    "rewards/": "mean score from one reward source over the responses to which it applies; "
+    ".../std: standard deviation of these scores",
     "eval_pass@": "unbiased estimate of the share of evaluation prompts solved by at least one of "
     "k responses (arXiv:2107.03374)",
-    "eval_": "the same metric on the evaluation prompts, or what compute_metrics returned",
-    "environment/": "numbers that environments report: under info['metrics'], summed over an "
-    "episode, or in info, the last of an episode; mean over episodes",
-    "log/": "what a reward function recorded through log_metric, mean over its calls on all ranks",
+    "eval_": "the metric of that name on the evaluation prompts, or a value from compute_metrics",
+    "environment/": "numbers that environments report, mean over episodes: those in "
+    "info['metrics'] are summed over an episode, and those in info itself are the last value",
+    "log/": "what a reward function recorded with log_metric, mean over its calls on all ranks",
 }
 
 

@@ -11,22 +11,25 @@ from kedge.output import check_file, write_jsonl
 from kedge.records.errors import ConfigError
 
 EPILOG = """\
-ENVIRONMENT is named as for training, and has a method expert(messages) that returns the next turn:
-text, or an assistant message with tool_calls.
+ENVIRONMENT is named as for training.  Its method expert(messages) returns the next turn: a text, or
+an assistant message with tool_calls.
 example: kedge expert game.py:Game --episodes 2000 --output episodes.jsonl
          kedge sft --dataset_name episodes.jsonl --assistant_only_loss True ..."""
 
 
 def main(argv: Sequence[str]) -> None:
     """Write episodes of an environment's expert, to train a first policy on."""
-    flags = Flags("kedge expert", "Write episodes of an expert as conversations.", EPILOG)
-    flags.add_argument("environment", help="module:Class or file.py:Class")
-    flags.add_argument("--environment_kwargs", metavar="JSON", help="arguments of the class")
-    flags.add_argument("--episodes", type=int, default=1000)
-    flags.add_argument("--first_seed", type=int, default=0, help="of this many seeds in a row")
-    flags.add_argument("--noise", type=float, default=0.0, help="share of arbitrary actions")
-    flags.add_argument("--max_turns", type=int, default=16, help="longer episodes are cut off")
-    flags.add_argument("--output", required=True, type=Path, help="a .jsonl file")
+    flags = Flags("kedge expert", "Write an expert's episodes as conversations.", EPILOG)
+    add = flags.add_argument
+    add("environment", help="environment with the expert, as module:Class or file.py:Class")
+    add("--environment_kwargs", metavar="JSON", help="keyword arguments of the environment's class")
+    add("--episodes", type=int, default=1000, help="number of episodes to write")
+    add("--first_seed", type=int, default=0, help="seed of the first episode; the next ones follow")
+    add("--noise", type=float, default=0.0, help="share of turns with a random action (default: 0)")
+    add(
+        "--max_turns", type=int, default=16, help="number of turns after which episodes are cut off"
+    )
+    add("--output", required=True, type=Path, help=".jsonl file to write")
     args = flags.parse_args(list(argv))
     for name in ("episodes", "max_turns"):
         if getattr(args, name) < 1:

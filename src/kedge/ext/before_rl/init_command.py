@@ -35,12 +35,13 @@ def main(argv: Sequence[str]) -> None:
     """Write a commented configuration for a task and a model size."""
     flags = Flags("kedge init", "Write a commented configuration.", EPILOG)
     tasks = tuple(dict.fromkeys(task for task, _ in RECIPES))
-    flags.add_argument("task", choices=tasks, help="what to train on")
-    flags.add_argument("--algorithm", choices=("ppo", "grpo"), help="default: by task")
-    flags.add_argument("--model_size", choices=SIZES, default="0.5b", help="weights; 135m: a CPU")
-    flags.add_argument("--num_processes", type=int, default=1, help="GPUs that train")
-    flags.add_argument("--output", help="default: TASK.yaml")
-    flags.add_argument("--force", action="store_true", help="overwrite existing files")
+    add = flags.add_argument
+    add("task", choices=tasks, help="kind of task to train on")
+    add("--algorithm", choices=("ppo", "grpo"), help="algorithm (default: depends on the task)")
+    add("--model_size", choices=SIZES, default="0.5b", help="size of the model; 135m is for a CPU")
+    add("--num_processes", type=int, default=1, help="number of GPUs to train on")
+    add("--output", help="file to write (default: TASK.yaml)")
+    add("--force", action="store_true", help="overwrite existing files")
     chosen = flags.parse_args(list(argv))
     file = Path(chosen.output or f"{chosen.task}.yaml")
     offered = [algorithm for task, algorithm in RECIPES if task == chosen.task]

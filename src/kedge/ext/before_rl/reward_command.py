@@ -24,27 +24,28 @@ class RewardArguments(BeforeArguments):
     """Data and head of a reward model."""
 
     fresh_head: bool = option(
-        True, "Begin with a random score head, of standard deviation 1 / sqrt(hidden size + 1)."
+        True, "Begin with a random score head with standard deviation 1 / sqrt(hidden size + 1)."
     )
     reference_column: str | None = option(
         "chosen",
-        "After training, shift scores so that this column has 0 on average. none leaves them.",
+        "After training, shift scores so that their mean on this column is 0. none skips this.",
     )
     num_references: Count = option(
-        1000, "How many rows of reference_column are scored to find that shift."
+        1000, "Number of rows of reference_column that are scored to find that shift."
     )
     num_held_out: Natural = option(
         500,
-        "How many pairs check the trained model: of dataset_test_split, or the last of the "
-        "training split, at most a tenth, which then do not train. 0 is no check.",
+        "Number of pairs with which to check the trained model, from dataset_test_split, or else "
+        "the last of the training split (at most a tenth, which is then not trained on). 0 skips "
+        "the check.",
     )
     winner_column: str | None = option(
         None,
-        "Which column says the better of two answers (a, b, 1, 2 or its text), in place of "
-        "columns chosen and rejected. Ties are dropped.",
+        "Name of the column that says which of two answers is better (a, b, 1, 2 or its text), "
+        "instead of the columns chosen and rejected. Ties are dropped.",
     )
-    a_column: str = option("a", "Which column has the first answer, with winner_column.")
-    b_column: str = option("b", "Which column has the second answer, with winner_column.")
+    a_column: str = option("a", "Column with the first answer, with winner_column.")
+    b_column: str = option("b", "Column with the second answer, with winner_column.")
 
     def name_columns(self, rows: Any) -> Any:
         """The rows with the columns that training reads."""

@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 class BeforeArguments:
     """Data options of the training steps before RL."""
 
-    dataset_name: str | None = option(None, "The dataset: a file, a folder or a hub name.")
-    dataset_config: str | None = option(None, "The configuration of a hub dataset, if several.")
-    dataset_train_split: str = option("train", "The split that is trained on.")
-    dataset_test_split: str = option("test", "The split that is evaluated on.")
-    prompt_column: str | None = option(None, "Which column has the prompts, if not prompt.")
+    dataset_name: str | None = option(None, "Dataset to train on: a file, a folder or a hub name.")
+    dataset_config: str | None = option(None, "Configuration of a hub dataset that has several.")
+    dataset_train_split: str = option("train", "Split to train on.")
+    dataset_test_split: str = option("test", "Split to evaluate on.")
+    prompt_column: str | None = option(None, "Column with the prompts, if it is not prompt.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -56,7 +56,7 @@ class SFTArguments(BeforeArguments):
     """Data of a supervised model."""
 
     completion_column: str | None = option(
-        None, "Which column has the completions, if it is not called completion."
+        None, "Name of the column with the completions, if it is not completion."
     )
 
     def name_columns(self, rows: Any) -> Any:

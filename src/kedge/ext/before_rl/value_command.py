@@ -28,25 +28,23 @@ _BLUE, _RED = "#3b6ea5", "#b5483a"
 def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags."""
     parser = Flags("kedge value", "Train and check a value model on recorded rollouts.", EPILOG)
-    parser.add_argument("action", choices=("fit", "check"))
-    parser.add_argument("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
-    parser.add_argument(
-        "--model",
-        help="policy: fit starts from it; check: under a head",
-    )
-    parser.add_argument("--value_model", help="check: folder; fit: one to train on")
-    parser.add_argument("--tokenizer", help="folder or hub name; that of the model by default")
-    parser.add_argument("--output_dir", help="fit: folder of the value model")
-    parser.add_argument("--epochs", type=int, default=2, help="passes over the responses")
-    parser.add_argument("--batch_size", type=int, default=32, help="responses per optimizer step")
-    parser.add_argument("--learning_rate", type=float, default=1e-5, help="fit: decays to 0")
-    parser.add_argument("--freeze_attention", action="store_true", help="train without attention")
-    parser.add_argument("--held_out", type=float, default=0.2, help="fit: share to check with")
-    parser.add_argument("--gamma", type=float, default=1.0, help="discount, as in PPO")
-    parser.add_argument("--credit", choices=("token", "turn"), default="token", help="as in PPO")
-    parser.add_argument("--scale_rewards", action="store_true", help="by the scores' deviation")
-    parser.add_argument("--plot", help="picture of the check, .png or .svg")
-    parser.add_argument("--seed", type=int, default=0, help="fit: of the split and the order")
+    add = parser.add_argument
+    add("action", choices=("fit", "check"), help="train a value model, or check one")
+    add("rollouts", nargs="+", help="folders of save_rollouts, or .jsonl files")
+    add("--model", help="policy that fit starts from; in check, the policy under a value head")
+    add("--value_model", help="folder of the value model to check, or to train further with fit")
+    add("--tokenizer", help="folder or hub name of the tokenizer (default: the model's)")
+    add("--output_dir", help="folder to which fit writes the value model")
+    add("--epochs", type=int, default=2, help="number of passes over the responses")
+    add("--batch_size", type=int, default=32, help="number of responses per optimizer step")
+    add("--learning_rate", type=float, default=1e-5, help="learning rate of fit; it decays to 0")
+    add("--freeze_attention", action="store_true", help="do not train the attention layers")
+    add("--held_out", type=float, default=0.2, help="share of prompts held out to check the fit")
+    add("--gamma", type=float, default=1.0, help="discount factor, as in PPO")
+    add("--credit", choices=("token", "turn"), default="token", help="credit, as in PPO")
+    add("--scale_rewards", action="store_true", help="divide scores by their standard deviation")
+    add("--plot", help=".png or .svg file for a picture of the check")
+    add("--seed", type=int, default=0, help="seed for the split and the order of responses in fit")
     flags = parser.parse_args(list(argv))
     fits = flags.action == "fit"
     if fits and not ((flags.value_model or flags.model) and flags.output_dir):

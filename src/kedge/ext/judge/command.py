@@ -16,12 +16,12 @@ from kedge.records.errors import ConfigError, DataError
 from kedge.reporting.log import read_objects
 
 EPILOG = """\
-OURS and THEIRS are jsonl files with a prompt and an answer per line.  Rows are matched by prompt;
-repeated prompts are matched in order.  Texts may be chat messages.
-THEIRS may be @COLUMN: another column of OURS, such as a reference.
+OURS and THEIRS are jsonl files with one prompt and answer per line.  Rows are matched by prompt;
+rows with the same prompt are matched in order.  Texts may be chat messages.
+THEIRS may be @COLUMN, which is another column of OURS, such as a reference.
 judges:
-  --endpoint URL --model NAME    any OpenAI-compatible endpoint; the key is in the environment
-  --reward_model PATH            the answer with the higher score of a reward model
+  --endpoint URL --model NAME    an OpenAI-compatible endpoint; its key is in the environment
+  --reward_model PATH            a reward model, which prefers the answer with the higher score
   --function file.py:f           f(prompts, firsts, seconds): 1 first, 0 second, 0.5 tie, None
   --score file.py:f              f(prompts, answers): one score per answer
 example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --model qwen"""
@@ -30,30 +30,31 @@ example: kedge judge ppo.jsonl @reference --endpoint http://127.0.0.1:8000/v1 --
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = Flags("kedge judge", "Compare two sets of answers.", EPILOG)
-    flags.add_argument("ours", help="answers whose win rate is computed")
-    flags.add_argument("theirs", help="answers to compare with, or @COLUMN of the first file")
-    flags.add_argument("--prompt_column", default="prompt", help="column of the prompts")
-    flags.add_argument("--answer_column", default="completion", help="column of the answers")
-    which = flags.add_mutually_exclusive_group(required=True)
-    which.add_argument("--endpoint", metavar="URL")
-    which.add_argument("--reward_model", metavar="PATH")
-    which.add_argument("--function", metavar="FILE:NAME")
-    which.add_argument("--score", metavar="FILE:NAME")
-    flags.add_argument("--model", help="model name at the endpoint")
-    flags.add_argument("--key_env", default="OPENAI_API_KEY", help="variable with the API key")
-    flags.add_argument("--template", help="file with {prompt}, {first} and {second}")
-    flags.add_argument("--temperature", type=float, default=0.0)
-    flags.add_argument("--max_tokens", type=int, default=256)
-    flags.add_argument("--concurrency", type=int, default=8, help="requests at the same time")
-    flags.add_argument("--timeout", type=float, default=60.0, help="seconds for a request")
-    flags.add_argument("--retries", type=int, default=5)
-    flags.add_argument("--cache", help="file with replies; default: OUTPUT_DIR/replies.sqlite")
-    flags.add_argument("--price_in", type=float, help="price per million input tokens")
-    flags.add_argument("--price_out", type=float, help="price per million output tokens")
-    flags.add_argument("--margin", type=float, default=0.0, help="scores this close are a tie")
-    flags.add_argument("--seed", type=int, default=0, help="seed of the order within pairs")
-    flags.add_argument("--limit", type=int, help="use only the first N prompts")
-    flags.add_argument("--output_dir", default="judged", help="folder of the results")
+    add = flags.add_argument
+    add("ours", help="jsonl file with the answers whose win rate is computed")
+    add("theirs", help="jsonl file with the answers to compare with, or @COLUMN of OURS")
+    add("--prompt_column", default="prompt", help="name of the column with the prompts")
+    add("--answer_column", default="completion", help="name of the column with the answers")
+    judge = flags.add_mutually_exclusive_group(required=True).add_argument
+    judge("--endpoint", metavar="URL", help="OpenAI-compatible endpoint that judges pairs")
+    judge("--reward_model", metavar="PATH", help="reward model that scores each answer")
+    judge("--function", metavar="FILE:NAME", help="function that judges pairs of answers")
+    judge("--score", metavar="FILE:NAME", help="function that scores each answer")
+    add("--model", help="name of the model at the endpoint")
+    add("--key_env", default="OPENAI_API_KEY", help="environment variable with the API key")
+    add("--template", help="file with a prompt that has {prompt}, {first} and {second}")
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    add("--max_tokens", type=int, default=256, help="maximum number of tokens in a reply")
+    add("--concurrency", type=int, default=8, help="maximum number of requests at the same time")
+    add("--timeout", type=float, default=60.0, help="time limit for a request, in seconds")
+    add("--retries", type=int, default=5, help="how many times a failed request is repeated")
+    add("--cache", help="file that stores replies (default: OUTPUT_DIR/replies.sqlite)")
+    add("--price_in", type=float, help="price of a million input tokens")
+    add("--price_out", type=float, help="price of a million output tokens")
+    add("--margin", type=float, default=0.0, help="scores this close are a tie (default: 0)")
+    add("--seed", type=int, default=0, help="seed for the order within each pair (default: 0)")
+    add("--limit", type=int, help="number of prompts to judge, from the first (default: all)")
+    add("--output_dir", default="judged", help="folder for the results")
     return flags
 
 

@@ -134,26 +134,26 @@ class AsyncPPOConfig(Dialect, ppo.PPOConfig):
     )
     SECTION: ClassVar[str] = "asynchronous PPO"
 
-    exp_name: str = option("async_ppo", "The name of the experiment, which run_name uses.")
-    output_dir: str | None = option("output", "The folder that the run writes to.")
-    seed: int = option(1, "The seed of all random numbers.")
+    exp_name: str = option("async_ppo", "Name of the experiment, which run_name uses by default.")
+    output_dir: str | None = option("output", "Folder to which the run writes.")
+    seed: int = option(1, "Seed for all random numbers.")
 
     # Options of PPOConfig that have other defaults here.
-    learning_rate: float = option(1e-6, "The learning rate of the policy.")
-    total_episodes: int | None = option(100_000, "How many responses the run generates.")
-    per_device_train_batch_size: int = option(1, "How many responses one pass takes.")
-    per_device_eval_batch_size: int = option(1, "How many prompts are evaluated at once.")
+    learning_rate: float = option(1e-6, "Learning rate of the policy.")
+    total_episodes: int | None = option(100_000, "Number of responses to generate.")
+    per_device_train_batch_size: int = option(1, "Number of responses per forward pass.")
+    per_device_eval_batch_size: int = option(1, "Number of prompts to evaluate at a time.")
     gradient_checkpointing: bool | None = option(
-        False, "Compute activations again in the backward pass: less memory, about a third slower."
+        False, "Recompute activations in the backward pass: less memory, about a third more time."
     )
-    logging_steps: float = option(1, "How many iterations (below 1: what share) a row covers.")
+    logging_steps: float = option(1, "Iterations per row of metrics; below 1, a share of the run.")
     num_sample_generations: int = option(
-        0, "How many tables of sample completions are shown. Evaluations write their own."
+        0, "Number of tables of sample completions. Evaluations write their own."
     )
     max_prompt_length: int | None = option(
-        256, "The most tokens that a prompt may have. Longer ones are dropped."
+        256, "Maximum number of tokens in a prompt. Longer prompts are dropped."
     )
-    rollout_engine: str = option("ray", "What samples: ray, or an engine of PPOConfig.")
+    rollout_engine: str = option("ray", "What samples: ray, or a rollout engine of PPOConfig.")
     stop_token: Literal["eos", "period"] | None = option(  # type: ignore[assignment]
         "eos",
         "With eos, responses end at the tokenizer's EOS token and every eos_token_id of the "
@@ -165,87 +165,89 @@ class AsyncPPOConfig(Dialect, ppo.PPOConfig):
     )
 
     warm_up_steps: Natural = option(
-        0, "Over how many optimizer steps the learning rate rises, rounded up to whole iterations."
+        0, "Number of optimizer steps over which the learning rate rises, rounded up to iterations."
     )
     vllm_num_engines: Natural = option(
-        1, "How many rollout engines run on Ray. With 0 the learner's process samples."
+        1, "Number of rollout engines on Ray. With 0, the learner's process samples."
     )
 
     # Sizes.
-    local_rollout_batch_size: Count = option(64, "How many prompts an iteration has on a rank.")
+    local_rollout_batch_size: Count = option(64, "Number of prompts per iteration on each rank.")
     local_mini_batch_size: int | None = option(
-        64, "How many responses of a rank an optimizer step takes, at most all of them."
+        64, "Number of responses per optimizer step on each rank, at most all of them."
     )
-    max_token_length: Count = option(512, "The most that max_prompt_length may be, in tokens.")
+    max_token_length: Count = option(512, "Upper limit of max_prompt_length, in tokens.")
     async_mode: bool = option(True, "Sample while training; False means max_lag=0.")
-    num_evals: Count = option(4, "How many evaluations the run has, given prompts.")
+    num_evals: Count = option(4, "Number of evaluations, if there are evaluation prompts.")
     save_freq: Annotated[int, Ge(-1)] = option(
-        200, "Iterations between checkpoints. -1 writes none."
+        200, "Number of iterations between two checkpoints. -1 writes none."
     )
 
     # Data, read by the command line.
     dataset_mixer_list_splits: list[str] | None = option(
-        None, "The split of each dataset of dataset_mixer_list, or one for all. If unset, train."
+        None, "Split of each dataset in dataset_mixer_list, or one for all. If unset, train."
     )
     dataset_mixer_eval_list: list[str] | None = option(
-        None, "The evaluation prompts: names and amounts of datasets in turn."
+        None, "Evaluation prompts: names and amounts of datasets in turn."
     )
     dataset_mixer_eval_list_splits: list[str] | None = option(
-        None, "The split of each evaluation dataset. If unset, test."
+        None, "Split of each evaluation dataset. If unset, test."
     )
     cache_dataset_only: bool = option(False, "Read and tokenize the prompts, then exit.")
-    sft_messages_key: str = option("messages", "Which column has chats; last answers are cut.")
-    ground_truths_key: str = option("ground_truth", "Which column has the right answers.")
-    dataset_source_key: str = option("dataset", "Which column has the name of the verifier.")
-    remap_verifier: str | None = option(None, "Score rows of verifier old by new: old=new.")
+    sft_messages_key: str = option("messages", "Column with chats; last answers are cut off.")
+    ground_truths_key: str = option("ground_truth", "Column with the right answers.")
+    dataset_source_key: str = option("dataset", "Column that names the verifier.")
+    remap_verifier: str | None = option(None, "Score rows of one verifier with another: old=new.")
     chat_template_name: str | None = option(
         None,
-        "The chat template: tulu, zephyr, simple_chat, simple_concat_with_space, "
-        "simple_concat_with_new_line, or a file in Jinja. If unset, the tokenizer's.",
+        "Chat template: tulu, zephyr, simple_chat, simple_concat_with_space, "
+        "simple_concat_with_new_line, or a Jinja file. If unset, the tokenizer's.",
     )
     add_bos: bool = option(False, "Begin the chat template with the tokenizer's BOS token.")
-    tokenizer_name_or_path: str | None = option(None, "Where the tokenizer is, if elsewhere.")
+    tokenizer_name_or_path: str | None = option(
+        None, "Where the tokenizer is, if not with the model."
+    )
     tokenizer_revision: str | None = option(
-        None, "Which branch, tag or commit of the tokenizer is loaded. If unset, model_revision."
+        None, "Branch, tag or commit of the tokenizer on the hub. If unset, model_revision."
     )
     reward_model_revision: str | None = option(
-        None, "Which branch, tag or commit of reward_model_path is loaded from the hub."
+        None, "Branch, tag or commit of reward_model_path on the hub."
     )
     init_value_from_scratch: bool = option(
-        False, "Start the value model from random weights, in the shape of the reward model."
+        False, "Start the value model from random weights, with the reward model's architecture."
     )
 
     # Placement.
     actor_num_gpus_per_node: Annotated[list[int] | None, Ge(1)] = option(
-        None, "How many learners each machine has, one per GPU or core. If unset, 1."
+        None, "Number of learners on each machine, one per GPU or core. If unset, 1."
     )
     single_gpu_mode: bool = option(False, "Let the learner and the rollout engine share one GPU.")
     max_failures: Natural = option(
-        0, "How often the run restarts from a checkpoint after a learner is lost."
+        0, "Number of times that the run may restart from a checkpoint after it loses a learner."
     )
     worker_stop_timeout: Seconds = option(
         3600.0,
-        "How many seconds after the end of an iteration learners on Ray may take to write a "
-        "checkpoint and exit, once a signal stops the run.",
+        "Time that learners on Ray may take to write a checkpoint and exit after the iteration in "
+        "which a signal stops the run, in seconds.",
     )
     deepspeed_stage: Annotated[int, Interval(ge=0, le=3)] = option(
-        0, "What ranks divide: 1 and 2 gradients and optimizer state, 3 also weights."
+        0, "ZeRO stage: 1 and 2 shard gradients and optimizer state, 3 also weights."
     )
-    vllm_enforce_eager: bool = option(False, "The enforce_eager of vllm_engine_args.")
+    vllm_enforce_eager: bool = option(False, "enforce_eager in vllm_engine_args.")
     vllm_gpu_memory_utilization: Annotated[float | None, Interval(gt=0, le=1)] = option(
-        None, "The gpu_memory_utilization of vLLM. If unset, 0.9, or 0.3 in single_gpu_mode."
+        None, "vLLM's gpu_memory_utilization. If unset, 0.9, or 0.3 in single_gpu_mode."
     )
-    enable_prefix_caching: bool = option(False, "The enable_prefix_caching of vllm_engine_args.")
+    enable_prefix_caching: bool = option(False, "enable_prefix_caching in vllm_engine_args.")
     vllm_sync_backend: Literal["nccl", "gloo"] = option(
-        "nccl", "How weights reach vLLM: nccl between GPUs if possible, gloo by the host."
+        "nccl", "How weights are sent to vLLM: nccl between GPUs if possible, or gloo."
     )
 
     # Tracking.
     with_tracking: bool = option(False, "Report to Weights & Biases (report_to=wandb).")
-    wandb_project_name: str = option("kedge", "The project on Weights & Biases.")
-    wandb_entity: str | None = option(None, "Who owns the project: a user or a team.")
-    hf_entity: str | None = option(None, "Who owns the repository on the hub.")
-    hf_repo_id: str | None = option(None, "The repository's name on the hub.")
+    wandb_project_name: str = option("kedge", "Name of the project on Weights & Biases.")
+    wandb_entity: str | None = option(None, "User or team that owns the project.")
+    hf_entity: str | None = option(None, "Owner of the repository on the hub.")
+    hf_repo_id: str | None = option(None, "Name of the repository on the hub.")
 
     def _fill_defaults(self) -> None:
         """Convert options that are not plain aliases to those of ``PPOConfig``."""

@@ -49,11 +49,11 @@ usage: kedge plan COMMAND [--num_processes N] [--measure] [flags of that command
 
 COMMAND is one of {", ".join(trainer_commands())}.
 
-Show batch sizes and estimated memory of a run, and check its flags, without loading weights.
+Print a run's batch sizes and estimated memory, and check its flags, without loading weights.
 
-  --num_processes N   ranks that train; by default those of this launch
-  --measure           also run a few iterations with responses of full length, and print seconds
-                      an iteration, the time of the whole run, and the peak of memory
+  --num_processes N   number of ranks that train (default: those of this launch)
+  --measure           also run a few iterations with responses of full length, and print the seconds
+                      per iteration, the time for the whole run, and the peak memory
 
 `kedge plan ppo --help` lists the flags of `kedge ppo`.
 example: kedge plan ppo --model_name_or_path MODEL --dataset_name prompts.jsonl \\

@@ -27,14 +27,14 @@ several seeds: the line is their mean, the band their range.  The difference bet
 and the first has an interval, paired by seed if both groups have the same seeds.
 example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --output both.png"""
 DOCTOR = """\
-Prints what is wrong with runs, the numbers that say so, and what to try.  The exit code is 1 if
-anything was found."""
+Prints the problems found in runs, the numbers that show them, and what to try.  The exit code is 1
+if there are any."""
 REPORT = """\
 RUN is the output_dir of a run, finished or not.  The page is self-contained: open it from disk or
 send it.
-Of two runs, the page shows their curves together, the settings that differ, and answers to the
-same prompts side by side.  With --live it is written again every few seconds, and an open page
-reloads itself, until the run ends or Ctrl-C is pressed.
+For two runs, the page shows their curves together, the settings that differ, and answers to the
+same prompts side by side.  With --live, it is rewritten every few seconds, and an open page reloads
+itself, until the run ends or you press Ctrl-C.
 examples: kedge report runs/one --output one.html
           kedge report runs/one runs/two"""
 
@@ -42,10 +42,10 @@ examples: kedge report runs/one --output one.html
 def compare(argv: list[str]) -> int:
     """Plot several runs in one figure, with bands over seeds."""
     flags = Flags("kedge compare", "Plot several runs in one figure.", COMPARE)
-    flags.add_argument("runs", nargs="+", metavar="RUN")
+    flags.add_argument("runs", nargs="+", metavar="RUN", help="run, or NAME=RUN,RUN,...")
     flags.add_argument("--metrics", nargs="+", default=list(METRICS), help="metrics to plot")
-    flags.add_argument("--axis", choices=[*AXES], default="episode", help="x axis")
-    flags.add_argument("--output", default="compare.png", help="file of the figure")
+    flags.add_argument("--axis", choices=[*AXES], default="episode", help="what the x axis shows")
+    flags.add_argument("--output", default="compare.png", help="file for the figure")
     chosen = flags.parse_args(argv)
     check_picture("--output", chosen.output)
     kinds = dict(read_runs(word) for word in chosen.runs)
@@ -132,7 +132,7 @@ def doctor(argv: list[str]) -> int:
     Returns 1 if there are findings.
     """
     flags = Flags("kedge doctor", DOCTOR)
-    text = "output_dir of a run, finished or not, or its metrics.jsonl"
+    text = "output_dir or metrics.jsonl of a run, finished or not"
     flags.add_argument("runs", nargs="+", metavar="RUN", help=text)
     count = 0
     for place in flags.parse_args(argv).runs:
@@ -156,13 +156,13 @@ def report(argv: list[str]) -> int:
     """Write an HTML report of a run, or of two: curves, completions, tokens."""
     description = "One HTML page of a run or two: overview, curves, completions, tokens."
     flags = Flags("kedge report", description, REPORT)
-    flags.add_argument("runs", nargs="+", metavar="RUN")
-    text = "default: report.html in the run's folder; of two runs compare.html here"
+    flags.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of one run, or of two")
+    text = "file to write (default: report.html in the run's folder; for two runs, compare.html)"
     flags.add_argument("--output", help=text)
     flags.add_argument(
-        "--responses", type=int, default=5000, help="maximum responses of each kind on the page"
+        "--responses", type=int, default=5000, help="maximum number of responses of each kind"
     )
-    flags.add_argument("--live", action="store_true", help="follow a run that is training")
+    flags.add_argument("--live", action="store_true", help="rewrite the page while the run trains")
     chosen = flags.parse_args(argv)
     runs, most = chosen.runs, chosen.responses
     if most < 1:

@@ -39,10 +39,12 @@ def main(argv: Sequence[str]) -> None:
     flags = Flags("kedge serve-reward", "Serve reward functions over HTTP.", EPILOG)
     flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    flags.add_argument("--port", type=int, default=8421, help="port to listen on; 0: a free one")
-    flags.add_argument("--workers", type=int, default=1, help="calls at the same time")
+    flags.add_argument(
+        "--port", type=int, default=8421, help="port to listen on; 0 is any free one"
+    )
+    flags.add_argument("--workers", type=int, default=1, help="number of concurrent calls")
     flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
-    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable that holds the token")
+    flags.add_argument("--token_env", default=TOKEN_ENV, help="variable with the token")
     options = flags.parse_args(list(argv))
     functions = dict(load(name) for name in options.rewards)
     if len(functions) < len(options.rewards):

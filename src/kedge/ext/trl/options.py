@@ -102,37 +102,37 @@ class GroupNames:
 
     steps_per_generation: Count | None = option(
         None,
-        "How many micro-batches a process trains on in one iteration; "
+        "Number of micro-batches that a process trains on per iteration; "
         "gradient_accumulation_steps of them make an optimizer step.",
     )
     generation_batch_size: Count | None = option(
-        None, "How many responses an iteration has; it replaces steps_per_generation."
+        None, "Number of responses per iteration; it replaces steps_per_generation."
     )
     log_completions: bool | None = switch(
-        None, "False shows no tables; else there are num_sample_generations of them."
+        None, "False shows no tables; otherwise there are num_sample_generations of them."
     )
     generation_kwargs: dict[str, Any] | str | None = option(
-        None, "Extra arguments of sampling: only {'stop': strings}, for stop_strings."
+        None, "Extra sampling arguments: only {'stop': strings} is accepted, for stop_strings."
     )
-    use_vllm: bool = option(False, "Sample with vLLM, as vllm_mode says.")
+    use_vllm: bool = option(False, "Sample with vLLM, in the mode that vllm_mode sets.")
     vllm_mode: Literal["colocate", "server"] = option(
         "colocate", "Where vLLM runs: in this process (colocate), or as a server (server)."
     )
-    vllm_model_impl: str = option("vllm", "The model_impl of vllm_engine_args.")
-    vllm_enable_sleep_mode: bool = option(False, "A newer name of vllm_sleep.")
-    vllm_server_base_url: str | None = option(None, "The URL of a vllm serve that is running.")
-    vllm_server_host: str = option("0.0.0.0", "The host of vllm serve, if no URL is set.")
+    vllm_model_impl: str = option("vllm", "model_impl in vllm_engine_args.")
+    vllm_enable_sleep_mode: bool = option(False, "Newer name of vllm_sleep.")
+    vllm_server_base_url: str | None = option(None, "URL of a running vllm serve.")
+    vllm_server_host: str = option("0.0.0.0", "Host of vllm serve, if no URL is set.")
     vllm_server_port: Annotated[int, Interval(ge=1, le=65535)] = option(
-        8000, "The port of vllm serve, if no URL is set."
+        8000, "Port of vllm serve, if no URL is set."
     )
-    vllm_server_timeout: Seconds = option(240.0, "A newer name of worker_start_timeout.")
+    vllm_server_timeout: Seconds = option(240.0, "Newer name of worker_start_timeout.")
     vllm_gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = option(
-        0.3, "The gpu_memory_utilization of vllm_engine_args."
+        0.3, "gpu_memory_utilization in vllm_engine_args."
     )
-    vllm_max_model_length: Count | None = option(None, "The max_model_len of vllm_engine_args.")
+    vllm_max_model_length: Count | None = option(None, "max_model_len in vllm_engine_args.")
 
     overlong_prompts: Literal["drop", "truncate"] = option(
-        "truncate", "Cut prompts above max_prompt_length on the left, or drop them."
+        "truncate", "Whether to truncate prompts above max_prompt_length on the left, or drop them."
     )
     length_option: ClassVar[str] = "max_completion_length"
 
@@ -172,10 +172,10 @@ class RLOOConfig(Dialect, GroupNames, rloo.RLOOConfig):
     }
 
     min_p: MinP = option(None, "Never sample tokens below this share of the top one.")  # type: ignore[assignment]
-    learning_rate: float = option(1e-6, "The learning rate of the policy.")
-    num_ppo_epochs: int = option(1, "How often each batch is trained on.")
-    response_length: int = option(512, "The most tokens that a response may have.")
-    temperature: float = option(1.0, "Sampling temperature; training divides by it, too.")
+    learning_rate: float = option(1e-6, "Learning rate of the policy.")
+    num_ppo_epochs: int = option(1, "Number of passes over each batch.")
+    response_length: int = option(512, "Maximum number of tokens in a response.")
+    temperature: float = option(1.0, "Sampling temperature; also divides the logits in training.")
 
 
 @dataclass(repr=False)
@@ -209,10 +209,10 @@ class GRPOConfig(Dialect, GroupNames, grpo.GRPOConfig):
 
     min_p: MinP = option(None, "Never sample tokens below this share of the top one.")  # type: ignore[assignment]
     scale_rewards: Annotated[Literal["group", "batch", "none"], Accepts(bool)] = option(
-        "group", "Divide advantages by the deviation of scores in the group or in the batch."
+        "group", "Divide advantages by the scores' standard deviation in the group or in the batch."
     )
     vllm_importance_sampling_correction: bool = option(
-        True, "Weigh what vLLM sampled by the learner's probability against vLLM's."
+        True, "Weight what vLLM sampled by the ratio of the learner's probability to vLLM's."
     )
     vllm_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
