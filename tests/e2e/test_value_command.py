@@ -60,7 +60,7 @@ def test_fit_check_and_ppo(recorded, tmp_path, capsys):
     command.main(["check", str(again), "--value_model", str(recorded / "run" / "value_model")])
     assert "V is -1." in capsys.readouterr().out  # a head beside its policy, still near 0
     command.main(["check", str(again), "--value_model", str(critic), "--plot", str(picture)])
-    assert "the mean return knows" in capsys.readouterr().out
+    assert "baseline: mean return" in capsys.readouterr().out
     assert picture.stat().st_size > 10_000
 
     def explained(**options):

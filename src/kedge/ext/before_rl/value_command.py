@@ -146,11 +146,11 @@ def describe(measures: dict[str, Any]) -> list[str]:
         shown = _number(share if tokens >= FEWEST else None)
         rows.append((f"{10 * i} to {10 * (i + 1)}% of the response", shown, tokens))
     rows += [(f"turn {i}", _number(x), n) for i, (x, n) in enumerate(turns, 1) if len(turns) > 1]
-    rows.append(("the mean return knows", "0", ""))
-    rows.append(("the length would know", _number(measures["by_length"]), ""))
+    rows.append(("baseline: mean return", "0", ""))
+    rows.append(("baseline: response length", _number(measures["by_length"]), ""))
     lines = [f"{name:<28}{share:>12}{tokens:>10}" for name, share, tokens in rows]
     lines += [
-        f"{kind} responses: V is {measures[f'{kind}_bias']:+.3f} off on average"
+        f"{kind} responses: mean error of V: {measures[f'{kind}_bias']:+.3f}"
         for kind in ("truncated", "terminated")
         if measures[f"{kind}_bias"] is not None
     ]
