@@ -156,7 +156,7 @@ class RolloutArguments:
         None,
         "Maximum difference between the mean log-probabilities of vLLM and the learner after a "
         "weight sync, in nats per token. If unset: 1e-3 in float32; in bfloat16 and float16, "
-        "5e-2, or 2.5 times what that precision changes in the learner.",
+        "the larger of 5e-2 and 2.5 times the rounding error of that precision in the learner.",
     )
 
 

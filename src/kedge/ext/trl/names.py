@@ -53,8 +53,8 @@ GONE = {
     "log_completions_hub_repo": "tables of completions are files in completions/, for `hf upload`",
     "num_partial_batches": "engines that hold single prompts sample as completed, others in order",
     "use_adaptive_entropy": "entropy_coef is constant",
-    "kl_cov": "it is a transform of your own, described in docs/own-algorithm.md#filters-and-penalties",
-    "clip_cov": "it is a transform of your own, described in docs/own-algorithm.md#filters-and-penalties",
+    "kl_cov": "it is a transform of your own, described in docs/own-algorithm.md",
+    "clip_cov": "it is a transform of your own, described in docs/own-algorithm.md",
 }
 
 
