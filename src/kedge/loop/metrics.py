@@ -89,7 +89,8 @@ NAMES: dict[str, str] = {
     "rollout/dropped_rows": "responses left out because their reward failed or did not apply",
     "rollout/untrained_rows": "scored responses left out of the loss because they were truncated "
     "or all scores in their group were equal",
-    "rollout/resampled_groups": "groups with all scores equal that other prompts replaced",
+    "rollout/resampled_groups": "groups that were replaced with other prompts because all their "
+    "scores were equal",
     "rollout/correction_weight": "importance weight (learner / rollout engine), mean over tokens",
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
     "rollout/ratio_min": "smallest importance ratio (learner / rollout engine) of a trained token, "

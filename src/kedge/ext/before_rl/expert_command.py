@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
     add("environment", help="environment with the expert, as module:Class or file.py:Class")
     add("--environment_kwargs", metavar="JSON", help="keyword arguments of the environment's class")
     add("--episodes", type=int, default=1000, help="number of episodes to write")
-    add("--first_seed", type=int, default=0, help="seed of the first episode; the next ones follow")
+    add("--first_seed", type=int, default=0, help="seed of the first episode (default: 0)")
     add("--noise", type=float, default=0.0, help="share of turns with a random action (default: 0)")
     add(
         "--max_turns", type=int, default=16, help="number of turns after which episodes are cut off"

@@ -15,7 +15,7 @@ EPILOG = """\
 tasks:
   preference     PPO against a reward model that was trained on preferences
   verifier       GRPO, or --algorithm ppo, on answers that can be checked, such as mathematics
-  environment    PPO on episodes of several turns; also writes an environment to replace
+  environment    PPO on multi-turn episodes; also writes an example environment
 Set the names of models, data and reward in the file, then run the commands at its top.
 example: kedge init verifier --model_size 1b --output run.yaml"""
 LAUNCH = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml"

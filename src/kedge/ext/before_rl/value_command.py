@@ -16,8 +16,8 @@ from kedge.records.errors import ConfigError, install_command
 
 EPILOG = """\
 ROLLOUTS are folders written by --save_rollouts, or .jsonl files of any library with prompt,
-completion and score.  fit writes a value model for `kedge ppo --value_model_path`, and what check
-says of the responses that it held out.
+completion and score.  fit writes a value model for `kedge ppo --value_model_path`, and checks it on
+the responses that it held out.
 example: kedge ppo ... --save_rollouts runs/a/rollouts
          kedge value fit runs/a/rollouts --model runs/sft --output_dir runs/critic
          kedge value check runs/b/rollouts --value_model runs/critic --plot critic.png"""
@@ -41,10 +41,10 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     add("--freeze_attention", action="store_true", help="do not train the attention layers")
     add("--held_out", type=float, default=0.2, help="share of prompts held out to check the fit")
     add("--gamma", type=float, default=1.0, help="discount factor, as in PPO")
-    add("--credit", choices=("token", "turn"), default="token", help="credit, as in PPO")
+    add("--credit", choices=("token", "turn"), default="token", help="what an action is, as in PPO")
     add("--scale_rewards", action="store_true", help="divide scores by their standard deviation")
     add("--plot", help=".png or .svg file for a picture of the check")
-    add("--seed", type=int, default=0, help="seed for the split and the order of responses in fit")
+    add("--seed", type=int, default=0, help="seed for fit's split and order (default: 0)")
     flags = parser.parse_args(list(argv))
     fits = flags.action == "fit"
     if fits and not ((flags.value_model or flags.model) and flags.output_dir):

@@ -23,8 +23,8 @@ RELOAD = 15  # seconds between two versions of a live page
 METRICS = ("objective/scores", "objective/kl", "policy/entropy_avg", "completions/mean_length")
 COMPARE = """\
 RUN is the output_dir of a run, or its metrics.jsonl.  NAME=RUN,RUN,... groups runs, for example
-several seeds: the line is their mean, the band their range.  The difference between each group
-and the first has an interval, paired by seed if both groups have the same seeds.
+over seeds: the line shows their mean, and the band their range.  The difference between each group
+and the first is printed with an interval, paired by seed if both groups have the same seeds.
 example: kedge compare ppo=runs/ppo-0,runs/ppo-1 rloo=runs/rloo-0,runs/rloo-1 --output both.png"""
 DOCTOR = """\
 Prints the problems found in runs, the numbers that show them, and what to try.  The exit code is 1
@@ -154,7 +154,7 @@ def doctor(argv: list[str]) -> int:
 
 def report(argv: list[str]) -> int:
     """Write an HTML report of a run, or of two: curves, completions, tokens."""
-    description = "One HTML page of a run or two: overview, curves, completions, tokens."
+    description = "Write an HTML page about a run, or two: overview, curves, completions, tokens."
     flags = Flags("kedge report", description, REPORT)
     flags.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of one run, or of two")
     text = "file to write (default: report.html in the run's folder; for two runs, compare.html)"
