@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "copy, no whitening": {"whiten_advantages": False},
     "copy, dual clip 3": {"dual_clip": 3.0},
     "copy, linear decay": {"lr_scheduler_type": "linear"},
-    "copy, value rate of the policy": {"value_learning_rate": 5e-4},
+    "copy, value model at the policy's rate": {"value_learning_rate": 5e-4},
     "copy, value warm-up": {"value_warmup_steps": 4},
 }
 for _name, _options in VARIANTS.items():
