@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # Raw lines, docstrings included: the core, what attaches to it, tests, benchmarks.
-TOTALS = {"core": 33_300, "ext": 17_000, "tests": 44_700, "benchmarks": 4_850}
+TOTALS = {"core": 33_300, "ext": 17_000, "tests": 44_700, "benchmarks": 5_050}
 
 
 @pytest.mark.parametrize("name", TOTALS)

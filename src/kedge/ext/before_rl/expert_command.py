@@ -26,9 +26,7 @@ def main(argv: Sequence[str]) -> None:
     add("--episodes", type=int, default=1000, help="number of episodes to write")
     add("--first_seed", type=int, default=0, help="seed of the first episode (default: 0)")
     add("--noise", type=float, default=0.0, help="share of turns with a random action (default: 0)")
-    add(
-        "--max_turns", type=int, default=16, help="number of turns after which episodes are cut off"
-    )
+    add("--max_turns", type=int, default=16, help="turns after which an episode is cut off")
     add("--output", required=True, type=Path, help=".jsonl file to write")
     args = flags.parse_args(list(argv))
     for name in ("episodes", "max_turns"):

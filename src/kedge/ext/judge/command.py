@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt_column", default="prompt", help="name of the column with the prompts")
     add("--answer_column", default="completion", help="name of the column with the answers")
     judge = flags.add_mutually_exclusive_group(required=True).add_argument
-    judge(
-        "--endpoint", metavar="URL", help="OpenAI-compatible endpoint that judges pairs of answers"
-    )
+    judge("--endpoint", metavar="URL", help="OpenAI-compatible endpoint that judges the answers")
     judge("--reward_model", metavar="PATH", help="reward model that scores each answer")
     judge("--function", metavar="FILE:NAME", help="Python function that judges pairs of answers")
     judge("--score", metavar="FILE:NAME", help="Python function that scores each answer")

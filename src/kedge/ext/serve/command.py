@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> None:
     flags = Flags("kedge serve-reward", "Serve reward functions over HTTP.", EPILOG)
     flags.add_argument("rewards", nargs="+", metavar="REWARD", help="reward functions to serve")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    flags.add_argument(
-        "--port", type=int, default=8421, help="port to listen on; 0 is any free one"
-    )
+    flags.add_argument("--port", type=int, default=8421, help="port; 0 is any free port")
     flags.add_argument("--workers", type=int, default=1, help="number of concurrent calls")
     flags.add_argument("--max_mb", type=int, default=64, help="largest request, in MiB")
     flags.add_argument("--token_env", default=TOKEN_ENV, help="variable with the token")
