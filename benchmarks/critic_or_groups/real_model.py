@@ -32,10 +32,13 @@ GAME = """kedge.environments.games:Calculator --environment_kwargs {"terms":[2,3
 PLAYED = f"""--model_name_or_path @/start --environment {GAME} --max_turn_tokens 16
     --response_length 120 --temperature 1.0 --stop_token eos"""
 SIZE = """--per_device_train_batch_size 16 --gradient_accumulation_steps 4 --num_ppo_epochs 1
-    --train_layers 8 --learning_rate 2e-4 --logging_steps 1 --preflight False
+    --train_layers 8 --logging_steps 1 --preflight False
     --lr_scheduler_type constant --save_strategy no
     --num_sample_generations 0 --disable_tqdm True --overwrite_output_dir True"""
-ITERATIONS = {"chat": 10, "calculator": 6}
+SCHEDULE = {
+    "chat": "--max_steps 10 --learning_rate 2e-4",
+    "calculator": "--max_steps 6 --learning_rate 5e-5",
+}
 # Commands before the runs of a task; @ is the folder of the runs.
 STARTS = {
     "chat": [],
@@ -84,7 +87,7 @@ def learn(task: str, method: str, seed: int, folder: Path, flags: str) -> dict[s
     donor = folder / "PPO-separate-value-model" / str((seed - 1) % 3) / "value_model"
     line = METHODS[task][method].replace("{donor}", str(donor))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    steps = f"--max_steps {ITERATIONS[task]} --seed {seed} --output_dir {output}"
+    steps = f"{SCHEDULE[task]} --seed {seed} --output_dir {output}"
     kedge(f"{line} {SIZE} {steps}", folder, flags)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
