@@ -297,7 +297,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
         axes.set(title=f"{GAMES[game]}, {title}", xlabel="episodes")
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("success in training")
-    all_axes[-1].legend(fontsize=8)
+    all_axes[0].legend(fontsize=8)
     figure.savefig(IMAGES / f"critic_{game}.png", dpi=110)
 
 
