@@ -187,6 +187,18 @@ def worst(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     return {"columns": ["", *titles(game, lengths)], "rows": [*rows, trained]}
 
 
+def lambdas(runs: Runs) -> dict[str, Any]:
+    """Table: what credit by turn and its longer horizon change in the text world."""
+    rows = []
+    pairs = (BY_TURN, "PPO"), ("PPO, credit by turn", BY_TURN), ("PPO, credit by turn", "PPO")
+    for pair in pairs:
+        a, b = (runs["text-world", 11, method].items() for method in pair)
+        over = [{s: fmean(run["rows"]["score"]) for s, run in by_seed} for by_seed in (a, b)]
+        ends = [{s: run["end"]["success"] for s, run in by_seed} for by_seed in (a, b)]
+        rows.append([" minus ".join(pair), points(*over), points(*ends)])
+    return {"columns": ["", "in training", "after training"], "rows": rows}
+
+
 def whole(by_lag: dict[int, Runs]) -> dict[int, Runs]:
     """The lags with which every method of ``LAGGED`` ran on two seeds or more."""
     keys = [("text-world", 11, method) for method in LAGGED]
@@ -238,10 +250,10 @@ def rates(chosen: list[Run]) -> dict[str, Any]:
     return {"columns": ["", "", *(f"{rate:g}" for rate in names)], "rows": rows}
 
 
-def real_model(task: str) -> dict[str, Any]:
-    """Table: methods on a task of SmolLM2-135M, against PPO with a value head on the policy."""
+def chat() -> dict[str, Any]:
+    """Table: methods on the chat task, against PPO with a value head on the policy."""
     runs: dict[str, dict[int, Run]] = {}
-    for run in read(task):
+    for run in read("chat"):
         runs.setdefault(run["method"], {})[run["seed"]] = run
     rows, last = [], len(runs["PPO"][0]["rows"]["score"]) // 2
     for method, by_seed in runs.items():
@@ -285,7 +297,7 @@ def draw_curves(runs: Runs, game: str, lengths: list[int]) -> None:
         axes.set(title=f"{GAMES[game]}, {title}", xlabel="episodes")
         axes.grid(alpha=0.3)
     all_axes[0].set_ylabel("success in training")
-    all_axes[-1].legend(fontsize=8)
+    all_axes[0].legend(fontsize=8)
     figure.savefig(IMAGES / f"critic_{game}.png", dpi=110)
 
 
@@ -320,14 +332,15 @@ def main() -> None:
     runs = by_lag[0]
     measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
     measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES[1::2]}
-    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(whole(by_lag))}
-    tables |= {task: real_model(task) for task in ("chat", "calculator") if read(task)}
+    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(whole(by_lag)), "chat": chat()}
+    tables["lambdas"] = lambdas(runs)
     for game in GAMES:
         if lengths := lengths_of(runs, game):
             tables[f"success_{game}"] = success(runs, game, lengths)
             equal = {"episodes": episodes}
             for critic, name in (("PPO", "ppo"), ("PPO, credit by turn", "turn"), ("SAO", "sao")):
-                tables[f"{name}_{game}"] = against(runs, game, lengths, equal, critic)
+                shown = measures if (name, game) == ("ppo", "text-world") else equal
+                tables[f"{name}_{game}"] = against(runs, game, lengths, shown, critic)
             tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
             both = [n for n in lengths if all((game, n, m) in runs for m in VARIANTS)]
             tables[f"worst_{game}"] = worst(runs, game, both)
