@@ -1,7 +1,8 @@
 """The clock of a track: whole commands from a fixed start to a held-out target; see README.md.
 
 python -m benchmarks.speedrun TRACK --title "what is new" [--seeds 0 1 2]
-python -m benchmarks.speedrun demo --title "TRL 1.12, PPO" --trl PYTHON
+python -m benchmarks.speedrun text-world --title "no value warm-up" \
+    --command "benchmarks/speedrun/fast_agent.py --output_dir @ --seed SEED"
 python -m benchmarks.speedrun     rewrite the file that the board's page is drawn from
 """
 
@@ -36,7 +37,6 @@ TRACKS: dict[str, tuple[str, float, bool]] = {
     "demo": ("examples/demo/run.py --output_dir @ --seeds SEED", 0.68, True),
     "chat": (CHAT, 0.5, False),
 }
-TRL = "benchmarks/speedrun/trl_ppo.py --output_dir @ --seed SEED --peer "  # the demo's
 BOARD = ["track", "what is new", "held out, each seed", "wall s", "CPU s", "processor", "reached"]
 
 
@@ -80,14 +80,14 @@ def main() -> None:
     flags.add_argument("track", nargs="?", choices=list(TRACKS))
     flags.add_argument("--title", help="what is new in this record")
     flags.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    flags.add_argument("--trl", help="python of an environment with TRL 1.12, for the demo")
+    flags.add_argument("--command", help="instead of the track's; @ is a run's folder")
     args = flags.parse_args()
     if args.track:
-        commands = TRL + args.trl if args.trl else TRACKS[args.track][0]
+        commands = args.command or TRACKS[args.track][0]
         head = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.check_output(head, cwd=ROOT, text=True).strip()
         record = {
-            **{"track": args.track, "title": args.title or commit},
+            **{"track": args.track, "title": args.title or commit, "command": commands},
             **{"commit": commit, "processor": processor()},
             **{"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]},
             "versions": {name: version(name) for name in ("torch", "transformers", "trl")},
