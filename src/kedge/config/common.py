@@ -142,7 +142,7 @@ class SamplingArguments:
     stop_token: Literal["eos"] | None = option(
         "eos",
         "With eos, responses end at the tokenizer's EOS token and at every eos_token_id in the "
-        "model's generation_config. With None (none on the command line), they end at neither.",
+        "model's generation_config. With None (none on the command line), they end at none of these.",
     )
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
         None, "Also end responses at these token ids; with stop_token=None, only at these."
@@ -315,7 +315,7 @@ class EngineArguments:
         "auto",
         "How training corrects for responses from another policy, using importance weights "
         "between learner and rollout engine. truncate limits large weights, mask rejects them, "
-        "and off turns this off. auto is truncate with vLLM, with max_lag of 2 or more, in "
+        "and off uses none. auto is truncate with vLLM, with max_lag of 2 or more, in "
         "flight, or if an option below is set, and off otherwise. mask_old (in flight) truncates "
         "and leaves out tokens older than max_lag. ratio uses no weights: the loss takes its "
         "ratio to the rollout engine.",

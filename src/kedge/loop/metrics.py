@@ -61,14 +61,15 @@ NAMES: dict[str, str] = {
     "val/ratio_var": "variance of the mean ratio over the optimizer steps of an iteration",
     "policy/ratio_min": "smallest probability ratio (as in val/ratio) of a trained token, before "
     "clipping, over all optimizer steps; per token even if the clip is per response",
-    "policy/ratio_p01": "1% quantile of these ratios (logarithm exact to 0.6%), mean over steps",
-    "policy/ratio_p99": "99% quantile of these ratios, mean over optimizer steps",
-    "policy/ratio_max": "largest of these ratios, over tokens and optimizer steps",
+    "policy/ratio_p01": "1% quantile of the importance ratios (logarithm exact to 0.6%), mean over "
+    "optimizer steps",
+    "policy/ratio_p99": "99% quantile of the importance ratios, mean over optimizer steps",
+    "policy/ratio_max": "largest importance ratio, over tokens and optimizer steps",
     "val/num_eos_tokens": "terminated responses, which ended by themselves, in the batch on all "
     "ranks",
     "val/explained_variance": "1 - Var(return - value) / Var(return), for values before training",
     "val/advantage_std": "standard deviation of the advantages in the loss over tokens; it shrinks "
-    "if a batch teaches less than earlier ones",
+    "if a batch gives less gradient than earlier ones",
     "val/raw_advantage_std": "standard deviation of the unscaled advantages over tokens or turns",
     "val/value_mean": "mean predicted value per token",
     "val/return_mean": "mean return per token",
@@ -95,14 +96,14 @@ NAMES: dict[str, str] = {
     "rollout/correction_bounded": "share of tokens whose importance weight was truncated or masked",
     "rollout/ratio_min": "smallest importance ratio (learner / rollout engine) of a trained token, "
     "before truncation or masking; only if the engine records log-probabilities",
-    "rollout/ratio_p01": "1% quantile of these ratios (its logarithm is exact to 0.6%)",
-    "rollout/ratio_p99": "99% quantile of these ratios",
-    "rollout/ratio_max": "largest of these ratios",
+    "rollout/ratio_p01": "1% quantile of the ratios (its logarithm is exact to 0.6%)",
+    "rollout/ratio_p99": "99% quantile of the ratios",
+    "rollout/ratio_max": "largest ratio",
     "rollout/logprob_gap": "nats per token; absolute difference of log-probabilities between "
     "rollout engine and learner, for tokens of the newest policy version (if there are any)",
-    "rollout/sync_gap": "nats per token; this difference on the fixed tokens that verify a weight "
-    "sync with vLLM, for the weights that sampled this batch; maximum over the engines",
-    "rollout/stale_gap": "nats per token; this difference for responses sampled with older weights",
+    "rollout/sync_gap": "nats per token; absolute difference on the fixed tokens that verify a "
+    "weight sync with vLLM, for the weights that sampled this batch; maximum over the engines",
+    "rollout/stale_gap": "nats per token; absolute difference for responses sampled with old weights",
     "environment/turns": "turns of the policy per episode",
     "environment/seconds": "seconds of sampling spent waiting for environments, per episode",
     "environment/model_seconds": "seconds of sampling spent in the model, per episode",

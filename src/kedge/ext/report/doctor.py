@@ -195,7 +195,7 @@ def rollout_engine_and_learner_disagree(log: RunLog) -> str | None:
     sampler_correction="truncate".
     """
     gap = median(log.series("rollout/logprob_gap") or [0.0])
-    text = f"log-probabilities differ by {gap:.3f} nats per token at equal weights"
+    text = f"log-probabilities differ by {gap:.3f} nats per token with the same weights"
     return (
         text if gap >= (0.06 if log.options.get("bf16") else 0.02) else None
     )  # at 16, bf16 steps are 0.125
