@@ -142,7 +142,7 @@ class SamplingArguments:
     stop_token: Literal["eos"] | None = option(
         "eos",
         "With eos, responses end at the tokenizer's EOS token and at every eos_token_id in the "
-        "model's generation_config. With None (none on the command line), they end at none of these.",
+        "model's generation_config. With None (none on the command line), they do not.",
     )
     stop_token_ids: Annotated[list[int] | None, Ge(0)] = option(
         None, "Also end responses at these token ids; with stop_token=None, only at these."

@@ -103,7 +103,7 @@ NAMES: dict[str, str] = {
     "rollout engine and learner, for tokens of the newest policy version (if there are any)",
     "rollout/sync_gap": "nats per token; absolute difference on the fixed tokens that verify a "
     "weight sync with vLLM, for the weights that sampled this batch; maximum over the engines",
-    "rollout/stale_gap": "nats per token; absolute difference for responses sampled with old weights",
+    "rollout/stale_gap": "nats per token; absolute difference for responses of older weights",
     "environment/turns": "turns of the policy per episode",
     "environment/seconds": "seconds of sampling spent waiting for environments, per episode",
     "environment/model_seconds": "seconds of sampling spent in the model, per episode",
