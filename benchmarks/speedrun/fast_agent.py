@@ -18,7 +18,7 @@ from kedge import PPOConfig, PPOTrainer
 flags = argparse.ArgumentParser()
 flags.add_argument("--output_dir", type=Path, required=True)
 flags.add_argument("--seed", type=int, default=0)
-flags.add_argument("--iterations", type=int, default=32)
+flags.add_argument("--iterations", type=int, default=40)
 args = flags.parse_args()
 task, sizes = TASKS["text world"], Sizes(iterations=args.iterations)
 options = VALUE | BY_TOKENS | {"value_source": "copy", "value_warmup_steps": 0}

@@ -103,7 +103,7 @@ RATE = r"([\d.]+)%"
 # Where each figure stands: the page, and an expression whose groups are the figure.
 FIGURES = {
     "chat model, right and as asked": {
-        "docs/results.md": rf"follow the instruction rise from {RATE} to {RATE}",
+        "docs/results.md": rf"follow the instruction rises from {RATE} to {RATE}",
         "docs/chat_model.md": rf"went from {RATE} to {RATE}",
     },
     "chat model, minutes": {
@@ -112,12 +112,12 @@ FIGURES = {
     },
     "demo, mean and worst seed": {
         "README.md": rf"to {RATE} \({RATE} for the worst seed",
-        "docs/results.md": rf"PPO {RATE}, and the worst seed {RATE}",
+        "docs/results.md": rf"trained with PPO is {RATE}; the worst seed's policy reaches {RATE}",
         "docs/demo.md": rf"PPO wins {RATE} of [^%]* {RATE} with the worst seed",
     },
     "demo, perfect summaries": {
         "README.md": rf"Perfect summaries would win {RATE}",
-        "docs/results.md": rf"perfect summaries would win {RATE}",
+        "docs/results.md": rf"Perfect summaries have a win rate of {RATE}",
         "docs/demo.md": rf"Perfect summaries would win {RATE}",
     },
     "demo, minutes": {
