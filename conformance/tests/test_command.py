@@ -154,7 +154,7 @@ def test_the_table_is_that_of_the_records():
 def test_the_readme_counts_what_is_there():
     text = (ROOT / "README.md").read_text("utf-8")
     text = text.replace("\n", " ")
-    assert f"{len(list(cases.load()))} small cases of {len(FAMILIES)} formulas" in text
+    assert f"{len(list(cases.load()))} small cases that cover {len(FAMILIES)} formulas" in text
     assert f"{len(mutants.MUTANTS)} known errors" in text
 
 
