@@ -7,11 +7,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from benchmarks.critic_or_groups.__main__ import TUNING_SEED, chosen_rate, tuned_as
+from benchmarks.critic_or_groups.__main__ import (
+    ABOUT,
+    TEXT_WORLD,
+    TUNING_SEED,
+    chosen_rate,
+    known,
+    tuned_as,
+)
 from kedge.math.intervals import t_quantile
 
 RECORDS = Path(__file__).parents[1] / "records"
@@ -34,20 +42,15 @@ def load() -> tuple[dict[int, Runs], list[Run]]:
     """Runs that count, by lag; and those that chose the learning rates."""
     counted: dict[int, Runs] = {}
     chosen: list[Run] = []
+    rate = cache(chosen_rate)
     for game in GAMES:
-        for run in read(game):
+        for run in known(game):
             if run["seed"] == TUNING_SEED:
                 chosen.append(run)
-            elif run["rate"] == chosen_rate(game, tuned_as(run["method"])):
+            elif run["rate"] == rate(game, tuned_as(run["method"])):
                 key = game, run["length"], run["method"]
                 counted.setdefault(run["lag"], {}).setdefault(key, {})[run["seed"]] = run
     return counted, chosen
-
-
-def read(name: str) -> list[Run]:
-    """The runs of a game or of a task."""
-    file = RECORDS / "critic_or_groups" / f"{name}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def steps(values: Sequence[float]) -> list[float]:
@@ -125,13 +128,13 @@ def lengths_of(runs: Runs, game: str) -> list[int]:
 
 def titles(game: str, lengths: list[int]) -> list[str]:
     """Heads of the columns."""
-    return ["about 11 turns"] if game == "text-world" else [f"{n} moves" for n in lengths]
+    return ["about 11 turns"] if game == TEXT_WORLD else [f"{n} moves" for n in lengths]
 
 
 def success(runs: Runs, game: str, lengths: list[int]) -> dict[str, Any]:
     """Table: mean success in training, and on new seeds after it."""
     rows = []
-    for method in (*METHODS, NO_WARM_UP, *([BY_TURN] if game == "text-world" else [])):
+    for method in (*METHODS, NO_WARM_UP, *([BY_TURN] if game == TEXT_WORLD else [])):
         row = [method]
         for length in lengths:
             if (game, length, method) not in runs:
@@ -192,16 +195,16 @@ def lambdas(runs: Runs) -> dict[str, Any]:
     rows = []
     pairs = (BY_TURN, "PPO"), ("PPO, credit by turn", BY_TURN), ("PPO, credit by turn", "PPO")
     for pair in pairs:
-        a, b = (runs["text-world", 11, method].items() for method in pair)
+        a, b = (runs[TEXT_WORLD, ABOUT, method].items() for method in pair)
         over = [{s: fmean(run["rows"]["score"]) for s, run in by_seed} for by_seed in (a, b)]
         ends = [{s: run["end"]["success"] for s, run in by_seed} for by_seed in (a, b)]
         rows.append([" minus ".join(pair), points(*over), points(*ends)])
     return {"columns": ["", "in training", "after training"], "rows": rows}
 
 
-def whole(by_lag: dict[int, Runs]) -> dict[int, Runs]:
+def complete(by_lag: dict[int, Runs]) -> dict[int, Runs]:
     """The lags with which every method of ``LAGGED`` ran on two seeds or more."""
-    keys = [("text-world", 11, method) for method in LAGGED]
+    keys = [(TEXT_WORLD, ABOUT, method) for method in LAGGED]
     return {
         lag: runs for lag, runs in by_lag.items() if all(len(runs.get(key, ())) > 1 for key in keys)
     }
@@ -214,7 +217,7 @@ def lags(by_lag: dict[int, Runs]) -> dict[str, Any]:
     for method in LAGGED:
         row = [method]
         for lag, runs in sorted(by_lag.items()):
-            by_seed = runs["text-world", 11, method]
+            by_seed = runs[TEXT_WORLD, ABOUT, method]
             scores[method][lag] = {s: fmean(run["rows"]["score"]) for s, run in by_seed.items()}
             end = fmean(run["end"]["success"] for run in by_seed.values())
             row.append(f"{fmean(scores[method][lag].values()):.1%}, then {end:.1%}")
@@ -253,7 +256,7 @@ def rates(chosen: list[Run]) -> dict[str, Any]:
 def chat() -> dict[str, Any]:
     """Table: methods on the chat task, against PPO with a value head on the policy."""
     runs: dict[str, dict[int, Run]] = {}
-    for run in read("chat"):
+    for run in known("chat"):
         runs.setdefault(run["method"], {})[run["seed"]] = run
     rows, last = [], len(runs["PPO"][0]["rows"]["score"]) // 2
     for method, by_seed in runs.items():
@@ -264,8 +267,8 @@ def chat() -> dict[str, Any]:
         row = [method, f"{fmean(means):.3f} ({', '.join(f'{x:.3f}' for x in means)})"]
         row += ["" if method == "PPO" else f"{mean:+.3f} ± {half:.3f}"]
         row += [f"{fmean(fmean(r['score'][-last:]) for r in every):.3f}"]
-        known = [x for r in every for x in r["explained"][-last:]]
-        row += [f"{median(known):.2f}" if known else ""]
+        explained = [x for r in every for x in r["explained"][-last:]]
+        row += [f"{median(explained):.2f}" if explained else ""]
         row += [f"{fmean(r['cpu'][0] for r in every):.0f}"]
         rows.append(row)
     columns = ["", "score, mean and each seed", "minus PPO", "second half"]
@@ -332,21 +335,25 @@ def main() -> None:
     runs = by_lag[0]
     measures: dict[str, Callable[[Run], list[float]]] = {"episodes": episodes, "tokens": tokens}
     measures |= {f"cost, sampling x {price:g}": cost(price) for price in PRICES[1::2]}
-    tables: dict[str, Any] = {"rates": rates(chosen), "lags": lags(whole(by_lag)), "chat": chat()}
+    tables: dict[str, Any] = {
+        "rates": rates(chosen),
+        "lags": lags(complete(by_lag)),
+        "chat": chat(),
+    }
     tables["lambdas"] = lambdas(runs)
     for game in GAMES:
         if lengths := lengths_of(runs, game):
             tables[f"success_{game}"] = success(runs, game, lengths)
             equal = {"episodes": episodes}
             for critic, name in (("PPO", "ppo"), ("PPO, credit by turn", "turn"), ("SAO", "sao")):
-                shown = measures if (name, game) == ("ppo", "text-world") else equal
+                shown = measures if (name, game) == ("ppo", TEXT_WORLD) else equal
                 tables[f"{name}_{game}"] = against(runs, game, lengths, shown, critic)
             tables[f"warm_{game}"] = against(runs, game, lengths, measures, NO_WARM_UP)
             both = [n for n in lengths if all((game, n, m) in runs for m in VARIANTS)]
             tables[f"worst_{game}"] = worst(runs, game, both)
             draw_curves(runs, game, lengths)
             draw_prices(runs, game, lengths)
-    every = [run for game in GAMES for run in read(game)]
+    every = [run for game in GAMES for run in known(game)]
     about = {
         "question": "For which length of episode, and at which price, does a critic pay?",
         "command": "python -m benchmarks.critic_or_groups, first with --choose",

@@ -31,7 +31,6 @@ from tests.e2e.small import small
 from .text_toys import EOS, rollout_of, word_tokenizer
 from .toys import ToyLearner
 
-WARM = {"value_warmup_steps": 1}
 PROMPTS = [{"prompt": f"w{i}"} for i in range(3, 7)]
 
 
@@ -191,7 +190,13 @@ def test_preflight_names_what_ends_a_response_when_none_ended(stops, finished, e
 
 @pytest.mark.parametrize(
     ("added", "options", "warns"),
-    [(0.0, {}, True), (2.5, {}, False), (0.0, {"lam": 1.0}, False), (0.0, WARM, False)],
+    [
+        (0.0, {}, True),
+        (0.0, {"whiten_advantages": False}, True),
+        (2.5, {}, False),
+        (0.0, {"lam": 1.0}, False),
+        (0.0, {"value_warmup_steps": 1}, False),
+    ],
 )
 def test_preflight_says_that_negative_rewards_punish_the_end(
     added: float, options: dict[str, Any], warns: bool, tmp_path: Path, caplog: Any

@@ -296,8 +296,8 @@ class EngineArguments:
 
     max_lag: Natural | None = option(
         None,
-        "Maximum number of iterations that sampling may run ahead of training. At 0, they take "
-        "turns. If unset: 0, or 1 in AsyncPPOConfig, or 2 with in_flight_weight_updates.",
+        "Maximum number of iterations that sampling may run ahead of training. At 0, sampling and "
+        "training take turns. If unset: 0; 1 in AsyncPPOConfig; 2 with in_flight_weight_updates.",
     )
     rollout_schedule: Literal["in_order", "as_completed"] = option(
         "in_order",

@@ -23,6 +23,7 @@ from kedge.config.ppo import PPOConfig
 from kedge.loop.batch_sizes import BatchSizes
 from kedge.loop.loop import Engine
 from kedge.loop.stages import check_finite_outputs, make_experience, micro_batches
+from kedge.math.masked import last_true, masked_mean, moments
 from kedge.ops.products import backend
 from kedge.records.errors import PreflightError
 from kedge.records.protocols import RewardInfo, read_info
@@ -182,6 +183,7 @@ class Tolerance:
 
 
 UNFINISHED_HIGHER = 0.25  # share of the responses
+LOW_END = -1.0  # standard deviations, the mean advantage of the tokens that end responses
 LARGEST_SCORE = 1e18  # float32 holds the sum of hundreds of its squares
 FULL_PRECISION = Tolerance()
 LOW_PRECISION = Tolerance(same_kernel=3e-2, engines=5e-2)  # bf16, fp16 or tf32
@@ -426,6 +428,32 @@ def nothing_ends(batch: FirstBatch) -> str | None:
 
 
 @rule(FIRST_BATCH)
+def ending_is_punished(batch: FirstBatch) -> str | None:
+    """Negative rewards and a value of 0 leave the last token with the lowest advantage.
+
+    ``docs/records/reward_sign.md`` has what follows from it.
+    """
+    loop, rollout, output = batch.loop, batch.rollout, batch.reward_output
+    episodes = rollout.episodes is not None  # they end for other reasons, too
+    if episodes or not loop.algorithm.needs_values or loop.value_warmup_steps:
+        return None
+    advantages, all_reduce = batch.experience.advantages, loop.learner.all_reduce
+    last = advantages.gather(1, last_true(batch.mask).clamp(min=0)[:, None]).squeeze(1)
+    ended = rollout.terminated & output.valid & batch.mask.any(1)
+    mean, std = moments(advantages, batch.mask, all_reduce=all_reduce)
+    end, score = (masked_mean(x, ended, all_reduce=all_reduce) for x in (last, output.scores))
+    deviations = float((end - mean) / std.clamp(min=1e-6))
+    if deviations > LOW_END:
+        return None
+    return (
+        "responses that end get lower rewards than the value model expects (mean"
+        f" {score:.3g}), so their last tokens have low advantages ({deviations:.1f} standard"
+        " deviations on average): PPO will first learn not to end. Set lam=1 or"
+        " value_warmup_steps=3, or, if rewards are negative, add a constant to them"
+    )
+
+
+@rule(FIRST_BATCH)
 def unfinished_score_higher(batch: FirstBatch) -> str | None:
     """Many finished responses would score higher cut in half; reward models rarely saw such texts.
 
@@ -506,29 +534,4 @@ def value_is_noise(iteration: Iteration) -> str | None:
     return (
         f"in {MUCH_NOISE} iterations in a row the value was worse than the mean return:"
         f" explained variance {last[-1][0]:.2f}; set value_warmup_steps, or use kedge value fit"
-    )
-
-
-@rule(FIRST_BATCH)
-def ending_is_punished(batch: FirstBatch) -> str | None:
-    """Rewards below 0 and a value of 0 leave the last token with the lowest advantage."""
-    loop, ended = batch.loop, batch.rollout.terminated & batch.reward_output.valid
-    if not loop.algorithm.needs_values or loop.value_warmup_steps:
-        return None
-    ends = (batch.mask.sum(1) - 1).clamp(min=0)
-    every, weights = batch.experience.advantages.double(), batch.mask.double()
-    last, scores = every.gather(1, ends[:, None]).squeeze(1), batch.reward_output.scores.double()
-    parts = (ended, last[ended], scores[ended], weights, every * weights, every**2 * weights)
-    sums = torch.stack([part.sum().double() for part in parts])
-    rows, end, score, n, s, ss = loop.learner.all_reduce(sums).tolist()
-    if not rows or batch.rollout.episodes is not None:
-        return None
-    deviations = (end / rows - s / n) / max((ss / n - (s / n) ** 2) ** 0.5, 1e-6)
-    if deviations > -1 or score >= 0:
-        return None
-    return (
-        f"rewards are negative (mean {score / rows:.3g}) and the value model does not know it, so"
-        f" the last token of a response has a low advantage ({deviations:.1f} standard deviations"
-        f" on average, in {rows:.0f} responses): PPO will first learn not to end. Set"
-        " lam=1 or value_warmup_steps=3, or add a constant to the reward"
     )
